@@ -217,7 +217,11 @@ typedef struct kvx_engine_config {
   uint32_t max_lost_threads;/* threads whose call never returned that may be replaced */
   uint64_t io_timeout_ns;   /* a call running longer is given up as KVX_LOST; 0: never */
   uint64_t read_piece_bytes;/* reads are cut into pieces of about this size, on segment boundaries */
+  uint32_t backend;         /* enum kvx_backend; -ENOSYS for one that isn't built in */
+  uint32_t reserved;
 } kvx_engine_config;
+
+enum kvx_backend { KVX_BACKEND_POSIX = 0 };
 
 enum kvx_direction { KVX_STORE = 0, KVX_LOAD = 1 };
 
@@ -235,10 +239,13 @@ typedef struct kvx_job {
   uint64_t job_id;
   int32_t direction;
   uint32_t num_chunks;
-  uint32_t num_parts;             /* mappings: ranks of this process whose pages take part */
+  uint32_t num_parts;             /* mappings: ranks of this process whose pages take part; all of one layout and
+                                     all live or none. A chunk's parts succeed or fail together. */
   uint32_t reserved;
   kvx_mapping *const *parts;      /* [num_parts] */
-  const uint8_t *part_writes;     /* store: [num_chunks, num_parts], 1 where the part is the elected writer; NULL: all */
+  const uint8_t *part_writes;     /* store: [num_chunks, num_parts], 1 where the part writes its segments of this chunk
+                                     (the elected one of its replicas); NULL: all. A segment of several parts that write
+                                     is written once, from the first. */
   const kvx_chunk *chunks;        /* [num_chunks], prefix order */
   const int64_t *block_ids;       /* [num_chunks, blocks_per_chunk]; -1 absent; the same ids on every part */
   const uint8_t *namespace_digest;/* [32] */
@@ -259,7 +266,7 @@ typedef struct kvx_result {
 typedef struct kvx_chunk_error {
   int32_t status;
   int32_t error;        /* errno, for KVX_IO */
-  uint32_t part;
+  uint32_t segment;     /* that failed, or UINT32_MAX */
   uint32_t reserved;
   uint64_t offset;      /* of the failing transfer or segment in the file */
   uint64_t wanted;      /* bytes */
@@ -296,9 +303,9 @@ KVX_API void kvx_engine_free(kvx_engine *engine); /* after shutdown */
 typedef struct kvx_stats {
   uint64_t chunks_stored, chunks_loaded;
   uint64_t bytes_written, bytes_read;      /* moved by pwrite and pread, trailers and padding included */
-  uint64_t chunks_verified;                /* parts of chunks whose verification ran to an answer */
-  uint64_t segments_verified;
-  uint64_t truncated, bad_trailer, foreign, bad_sum; /* verification failures, one per part of a chunk */
+  uint64_t chunks_verified;                /* loaded chunks whose verification ran to an answer, good or bad */
+  uint64_t segments_verified;              /* segments compared with their sums */
+  uint64_t truncated, bad_trailer, foreign, bad_sum; /* verification failures, one a chunk */
   uint64_t absent;
   uint64_t io_errors;
   uint64_t deadline_cuts;                  /* chunks */

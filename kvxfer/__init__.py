@@ -1,0 +1,98 @@
+"""Transfer engine for sharded, paged KV caches: pages to NVMe and back under another sharding, as far as it got.
+
+Names are looked up when they are used, so that `import kvxfer` stays light and loads no library.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvxfer.bitmap import CompletionBitmap
+    from kvxfer.config import EngineConfig, StoreConfig
+    from kvxfer.convert.pages import KVPages
+    from kvxfer.engine import TransferEngine, TransferResult
+    from kvxfer.errors import (
+        ConfigError,
+        EngineClosed,
+        ForkError,
+        FormatError,
+        IOFault,
+        KvxferError,
+        LayoutError,
+        NativeError,
+        StoreError,
+    )
+    from kvxfer.geometry import PRESETS, Kind, KVGeometry, ShardSpec
+    from kvxfer.keys import Namespace, make_offload_key, weights_fingerprint
+    from kvxfer.layout import LAYOUTS, PageLayout, kvx1_mapping, kvx1_slot, row_mapping
+    from kvxfer.prefix import PrefixResult, full_attention
+    from kvxfer.slot import SlotLayout
+    from kvxfer.store import Store
+
+# Where each public name lives.
+_HOMES = {
+    "kvxfer.bitmap": ("CompletionBitmap",),
+    "kvxfer.config": ("EngineConfig", "StoreConfig"),
+    "kvxfer.convert.pages": ("KVPages",),
+    "kvxfer.engine": ("TransferEngine", "TransferResult"),
+    "kvxfer.errors": (
+        "ConfigError", "EngineClosed", "ForkError", "FormatError", "IOFault", "KvxferError", "LayoutError",
+        "NativeError", "StoreError",
+    ),
+    "kvxfer.geometry": ("PRESETS", "KVGeometry", "Kind", "ShardSpec"),
+    "kvxfer.keys": ("Namespace", "make_offload_key", "weights_fingerprint"),
+    "kvxfer.layout": ("LAYOUTS", "PageLayout", "kvx1_mapping", "kvx1_slot", "row_mapping"),
+    "kvxfer.prefix": ("PrefixResult", "full_attention"),
+    "kvxfer.slot": ("SlotLayout",),
+    "kvxfer.store": ("Store",),
+}  # fmt: skip
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CompletionBitmap",
+    "ConfigError",
+    "EngineClosed",
+    "EngineConfig",
+    "ForkError",
+    "FormatError",
+    "IOFault",
+    "KVGeometry",
+    "KVPages",
+    "Kind",
+    "KvxferError",
+    "LAYOUTS",
+    "LayoutError",
+    "Namespace",
+    "NativeError",
+    "PRESETS",
+    "PageLayout",
+    "PrefixResult",
+    "ShardSpec",
+    "SlotLayout",
+    "Store",
+    "StoreConfig",
+    "StoreError",
+    "TransferEngine",
+    "TransferResult",
+    "__version__",
+    "full_attention",
+    "kvx1_mapping",
+    "kvx1_slot",
+    "make_offload_key",
+    "row_mapping",
+    "weights_fingerprint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

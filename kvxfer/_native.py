@@ -86,7 +86,7 @@ class EngineConfigStruct(C.Structure):
 
     _fields_ = [
         ("threads", C.c_uint32), ("max_lost_threads", C.c_uint32), ("io_timeout_ns", C.c_uint64),
-        ("read_piece_bytes", C.c_uint64),
+        ("read_piece_bytes", C.c_uint64), ("backend", C.c_uint32), ("reserved", C.c_uint32),
     ]  # fmt: skip
 
 
@@ -122,7 +122,7 @@ class ChunkErrorStruct(C.Structure):
     """kvx_chunk_error."""
 
     _fields_ = [
-        ("status", C.c_int32), ("error", C.c_int32), ("part", C.c_uint32), ("reserved", C.c_uint32),
+        ("status", C.c_int32), ("error", C.c_int32), ("segment", C.c_uint32), ("reserved", C.c_uint32),
         ("offset", C.c_uint64), ("wanted", C.c_uint64), ("moved", C.c_uint64),
     ]  # fmt: skip
 

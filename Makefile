@@ -1,0 +1,84 @@
+# kvxfer. `make` says what there is. Everything runs in .venv in this folder.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+LIBRARY := kvxfer/libkvx.so
+DIR ?=
+ARGS ?=
+
+.PHONY: help install demo test test-gpu test-asan test-tsan check format bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 12
+	@echo
+	@echo 'VENV=.venv PYTHON=python3.11 choose the environment; ARGS="..." is handed to the demo, the tests or the bench.'
+
+install: $(LIBRARY) ## make .venv with the pinned packages, build csrc, install kvxfer into it (editable)
+
+demo: install ## the main job: a sharded cache to disk and back under another sharding, one block lost
+	@$(BIN)/kvxfer demo $(ARGS)
+
+test: install ## every test that needs no GPU
+	@$(BIN)/python -m pytest -m 'not gpu and not gds' $(ARGS)
+
+test-gpu: install ## the tests marked gpu; a missing GPU is a failure, not a skip
+	@nvidia-smi -L 2>/dev/null | grep -q . || { echo "make test-gpu: nvidia-smi shows no GPU here" >&2; exit 1; }
+	@$(BIN)/python -m pytest -m 'gpu or gds' $(ARGS) || \
+	{ test $$? = 5 && echo "make test-gpu: there are no GPU tests yet" >&2; exit 1; }
+
+check: install ## format, lint, types, floors
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
+
+format: install ## rewrite the sources as check wants them
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i csrc/*.h csrc/*.cpp
+
+bench: install ## converter and engine rows against their peers; DIR=/mnt/nvme says where; 1 on any wrong byte
+	@$(BIN)/python -m bench $(if $(DIR),--dir $(DIR)) $(ARGS)
+
+# csrc under the sanitizers, built aside, the tests that reach it run over that library.
+SANITIZED := tests --ignore tests/model --ignore tests/cli --ignore tests/test_project.py -m 'not gpu and not gds and not slow' --timeout 600
+test-asan: install ## the tests over csrc built with AddressSanitizer and UBSan
+	@KVXFER_SANITIZE=address $(BIN)/python setup.py -q build_ext --build-lib build/asan
+	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 KVXFER_LIBRARY=build/asan/$(LIBRARY) $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
+
+test-tsan: install ## the tests over csrc built with ThreadSanitizer
+	@KVXFER_SANITIZE=thread $(BIN)/python setup.py -q build_ext --build-lib build/tsan
+	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libtsan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
+	KVXFER_LIBRARY=build/tsan/$(LIBRARY) $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
+
+clean: ## remove what was built; .venv stays
+	@rm -rf build dist *.egg-info $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -f $(VENV)/.package
+	@find kvxfer tests bench -name __pycache__ -prune -exec rm -rf {} +
+
+# Stamps: each step runs again only when what it was made from has changed.
+$(VENV)/.requirements: requirements/dev.txt
+	@test -n "$(PYTHON)" || { echo "kvxfer needs Python 3.11, 3.12 or 3.13: none found on PATH; set PYTHON=..." >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing requirements/dev.txt into $(VENV)"
+	@$(PIP) install -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.requirements pyproject.toml setup.py
+	@echo "installing kvxfer (editable)"
+	@$(PIP) install --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(LIBRARY): setup.py $(wildcard csrc/*.cpp csrc/*.h) | $(VENV)/.package
+	@echo "building csrc into $@"
+	@$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@

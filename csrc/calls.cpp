@@ -1,0 +1,464 @@
+// System calls: the C library's table, the faulty table over it, and counted files.
+#include "calls.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstddef>
+#include <cstdio>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "files.h"
+
+namespace kvx {
+namespace {
+
+int or_errno(int result) {
+  return result < 0 ? -errno : result;
+}
+int64_t or_errno(ssize_t result) {
+  return result < 0 ? -errno : result;
+}
+
+// ---- the C library's table --------------------------------------------------------------------------------
+
+int libc_open(const char *path, int flags, int mode) {
+  return or_errno(::open(path, flags | O_CLOEXEC, mode));
+}
+int libc_close(int fd) {
+  return or_errno(::close(fd));
+}
+int64_t libc_pread(int fd, void *buf, uint64_t n, uint64_t offset) {
+  return or_errno(::pread(fd, buf, n, static_cast<off_t>(offset)));
+}
+int64_t libc_pwrite(int fd, const void *buf, uint64_t n, uint64_t offset) {
+  return or_errno(::pwrite(fd, buf, n, static_cast<off_t>(offset)));
+}
+int libc_fallocate(int fd, uint64_t length) {
+  return or_errno(::fallocate(fd, 0, 0, static_cast<off_t>(length)));
+}
+int libc_ftruncate(int fd, uint64_t length) {
+  return or_errno(::ftruncate(fd, static_cast<off_t>(length)));
+}
+int libc_fsync(int fd) {
+  return or_errno(::fsync(fd));
+}
+int64_t libc_size(int fd) {
+  struct ::stat status;
+  return ::fstat(fd, &status) < 0 ? -errno : static_cast<int64_t>(status.st_size);
+}
+
+// The kernel's struct statx, as far as it is read here; spelt out because the C library's headers may be older.
+constexpr uint32_t kDioAlign = 0x2000;   // STATX_DIOALIGN
+constexpr int kEmptyPath = 0x1000;       // AT_EMPTY_PATH
+struct StatxDio {
+  uint32_t mask;
+  uint8_t before[148];
+  uint32_t memory_align;
+  uint32_t offset_align;
+  uint8_t after[256 - 160];
+};
+static_assert(sizeof(StatxDio) == 256 && offsetof(StatxDio, memory_align) == 152, "as in linux/stat.h");
+
+int libc_dioalign(int fd, uint32_t *memory_align, uint32_t *offset_align) {
+  StatxDio found = {};
+  if (::syscall(SYS_statx, fd, "", kEmptyPath, kDioAlign, &found) < 0) {
+    return errno == ENOSYS ? -EOPNOTSUPP : -errno;
+  }
+  // Zeros mean that the file takes no direct I/O.
+  if (!(found.mask & kDioAlign) || found.memory_align == 0 || found.offset_align == 0) return -EOPNOTSUPP;
+  *memory_align = found.memory_align;
+  *offset_align = found.offset_align;
+  return 0;
+}
+int libc_unlink(const char *path) {
+  return or_errno(::unlink(path));
+}
+int libc_rename(const char *from, const char *to) {
+  return or_errno(::rename(from, to));
+}
+int libc_mkdir(const char *path, int mode) {
+  return or_errno(::mkdir(path, static_cast<mode_t>(mode)));
+}
+int libc_flock(int fd, int operation) {
+  return or_errno(::flock(fd, operation));
+}
+int libc_mmap(uint64_t length, void **out) {
+  void *address = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (address == MAP_FAILED) return -errno;
+  *out = address;
+  return 0;
+}
+
+constexpr Calls kLibc = {libc_open,  libc_close, libc_pread,    libc_pwrite, libc_fallocate,
+                         libc_ftruncate, libc_fsync, libc_size, libc_dioalign, libc_unlink,
+                         libc_rename,    libc_mkdir, libc_flock, libc_mmap};
+
+// ---- fault rules ------------------------------------------------------------------------------------------
+
+struct Rule {
+  kvx_fault fault;
+  uint64_t matched = 0;
+  uint64_t hits = 0;
+};
+
+// Leaked on purpose: a thread that hangs in a call may outlive every destructor.
+struct Faults {
+  std::mutex mutex;
+  std::condition_variable released;
+  std::vector<Rule> rules;
+  uint64_t releases = 0;  // a hanging call waits for the next one ...
+  bool holding = false;   // ... unless no rule was added since the last
+};
+Faults &faults() {
+  static Faults *const instance = new Faults;
+  return *instance;
+}
+
+std::atomic<const Calls *> g_table{&kLibc};
+std::atomic<uint64_t> g_calls[KVX_OP_COUNT];
+
+bool valid(const kvx_fault &rule) {
+  const bool moves = rule.op == KVX_OP_PREAD || rule.op == KVX_OP_PWRITE;
+  if (rule.op < 0 || rule.op >= KVX_OP_COUNT) return false;
+  switch (rule.action) {
+    case KVX_FAULT_ERRNO: return rule.arg > 0 && rule.arg < 4096;
+    case KVX_FAULT_SHORT: return moves;
+    case KVX_FAULT_FLIP: return rule.op == KVX_OP_PREAD;
+    case KVX_FAULT_DELAY:
+    case KVX_FAULT_HANG:
+    case KVX_FAULT_KILL_BEFORE:
+    case KVX_FAULT_KILL_AFTER: return true;
+    default: return false;
+  }
+}
+
+bool in_range(const kvx_fault &rule, uint64_t offset, uint64_t n) {
+  uint64_t end;
+  if (__builtin_add_overflow(offset, n, &end)) end = UINT64_MAX;
+  return end > rule.offset_lo && (offset < rule.offset_hi || rule.offset_hi == UINT64_MAX);
+}
+
+// What a call has to suffer: `fault.action` is 0 where no rule hits.
+struct Verdict {
+  kvx_fault fault;
+  uint64_t releases;  // up to now
+};
+Verdict decide(int op, bool ranged, uint64_t offset, uint64_t n) {
+  Faults &state = faults();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  for (Rule &rule : state.rules) {
+    if (rule.fault.op != op || (ranged && !in_range(rule.fault, offset, n))) continue;
+    const uint64_t seen = rule.matched++;
+    if (seen < rule.fault.after) continue;
+    if (rule.fault.times != 0 && seen - rule.fault.after >= rule.fault.times) continue;
+    ++rule.hits;
+    return {rule.fault, state.releases};
+  }
+  return {};
+}
+
+void hang(uint64_t releases) {
+  Faults &state = faults();
+  std::unique_lock<std::mutex> lock(state.mutex);
+  state.released.wait(lock, [&] { return !state.holding || state.releases != releases; });
+}
+
+[[noreturn]] void die() {
+  ::kill(::getpid(), SIGKILL);
+  for (;;) ::pause();
+}
+
+// Runs `call` as the verdict wants it. `call(limit)` makes the call, moving at most `limit` bytes.
+template <class Call>
+auto faulty(const Verdict &verdict, Call call) -> decltype(call(uint64_t{0})) {
+  const kvx_fault &rule = verdict.fault;
+  switch (rule.action) {
+    case KVX_FAULT_ERRNO: return -static_cast<int>(rule.arg);
+    case KVX_FAULT_SHORT: return call(rule.arg);
+    case KVX_FAULT_DELAY: std::this_thread::sleep_for(std::chrono::milliseconds(rule.arg)); break;
+    case KVX_FAULT_HANG: hang(verdict.releases); break;
+    case KVX_FAULT_KILL_BEFORE: die();
+    case KVX_FAULT_KILL_AFTER: call(rule.arg > 0 ? rule.arg : UINT64_MAX); die();
+    default: break;
+  }
+  return call(UINT64_MAX);
+}
+
+template <class Call>
+auto plain(int op, Call call) -> decltype(call()) {
+  return faulty(decide(op, false, 0, 0), [&](uint64_t) { return call(); });
+}
+
+// A transfer cut short at any byte. O_DIRECT refuses odd lengths, so the piece goes through a second description
+// of the file that has not the flag.
+class Buffered {
+ public:
+  Buffered(int fd, int flags) {
+    char path[32];
+    std::snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+    const int status = ::fcntl(fd, F_GETFL);
+    fd_ = status >= 0 && (status & O_DIRECT) ? ::open(path, flags | O_CLOEXEC) : -1;
+    used_ = fd_ >= 0 ? fd_ : fd;
+  }
+  ~Buffered() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Buffered(const Buffered &) = delete;
+  Buffered &operator=(const Buffered &) = delete;
+  int fd() const { return used_; }
+
+ private:
+  int fd_, used_;
+};
+
+int64_t cut_pread(int fd, void *buf, uint64_t n, uint64_t offset, uint64_t limit) {
+  if (limit >= n) return libc_pread(fd, buf, n, offset);
+  return limit == 0 ? 0 : libc_pread(Buffered(fd, O_RDONLY).fd(), buf, limit, offset);
+}
+int64_t cut_pwrite(int fd, const void *buf, uint64_t n, uint64_t offset, uint64_t limit) {
+  if (limit >= n) return libc_pwrite(fd, buf, n, offset);
+  return limit == 0 ? 0 : libc_pwrite(Buffered(fd, O_WRONLY).fd(), buf, limit, offset);
+}
+
+// ---- the faulty table -------------------------------------------------------------------------------------
+
+int faulty_open(const char *path, int flags, int mode) {
+  return plain(KVX_OP_OPEN, [&] { return libc_open(path, flags, mode); });
+}
+int faulty_close(int fd) {
+  return plain(KVX_OP_CLOSE, [&] { return libc_close(fd); });
+}
+int64_t faulty_pread(int fd, void *buf, uint64_t n, uint64_t offset) {
+  const Verdict verdict = decide(KVX_OP_PREAD, true, offset, n);
+  const kvx_fault &rule = verdict.fault;
+  const int64_t got = faulty(verdict, [&](uint64_t limit) { return cut_pread(fd, buf, n, offset, limit); });
+  if (rule.action == KVX_FAULT_FLIP && got > 0 && rule.arg < static_cast<uint64_t>(got)) {
+    static_cast<uint8_t *>(buf)[rule.arg] ^= 1;
+  }
+  return got;
+}
+int64_t faulty_pwrite(int fd, const void *buf, uint64_t n, uint64_t offset) {
+  return faulty(decide(KVX_OP_PWRITE, true, offset, n), [&](uint64_t limit) { return cut_pwrite(fd, buf, n, offset, limit); });
+}
+int faulty_fallocate(int fd, uint64_t length) {
+  return plain(KVX_OP_FALLOCATE, [&] { return libc_fallocate(fd, length); });
+}
+int faulty_ftruncate(int fd, uint64_t length) {
+  return plain(KVX_OP_FTRUNCATE, [&] { return libc_ftruncate(fd, length); });
+}
+int faulty_fsync(int fd) {
+  return plain(KVX_OP_FSYNC, [&] { return libc_fsync(fd); });
+}
+int64_t faulty_size(int fd) {
+  return plain(KVX_OP_FSTAT, [&] { return libc_size(fd); });
+}
+int faulty_dioalign(int fd, uint32_t *memory_align, uint32_t *offset_align) {
+  return plain(KVX_OP_FSTAT, [&] { return libc_dioalign(fd, memory_align, offset_align); });
+}
+int faulty_unlink(const char *path) {
+  return plain(KVX_OP_UNLINK, [&] { return libc_unlink(path); });
+}
+int faulty_rename(const char *from, const char *to) {
+  return plain(KVX_OP_RENAME, [&] { return libc_rename(from, to); });
+}
+int faulty_mkdir(const char *path, int mode) {
+  return plain(KVX_OP_MKDIR, [&] { return libc_mkdir(path, mode); });
+}
+int faulty_flock(int fd, int operation) {
+  return plain(KVX_OP_FLOCK, [&] { return libc_flock(fd, operation); });
+}
+int faulty_mmap(uint64_t length, void **out) {
+  return plain(KVX_OP_MMAP, [&] { return libc_mmap(length, out); });
+}
+
+constexpr Calls kFaulty = {faulty_open,  faulty_close, faulty_pread, faulty_pwrite, faulty_fallocate,
+                           faulty_ftruncate, faulty_fsync, faulty_size, faulty_dioalign, faulty_unlink,
+                           faulty_rename,    faulty_mkdir, faulty_flock, faulty_mmap};
+
+}  // namespace
+
+const Calls &calls(kvx_op op) {
+  g_calls[op].fetch_add(1, std::memory_order_relaxed);
+  return *g_table.load(std::memory_order_acquire);
+}
+
+void unmap(void *address, uint64_t length) {
+  ::munmap(address, length);
+}
+
+// ---- files ------------------------------------------------------------------------------------------------
+
+void file_unref(kvx_file *file) {
+  if (file->references.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  calls(KVX_OP_CLOSE).close(file->fd);
+  delete file;
+}
+
+namespace {
+
+// The power of two that a direct request is aligned to, or 1 where a transfer may go on from any byte.
+uint64_t boundary(const kvx_file *file, const void *buf, uint64_t n, uint64_t offset) {
+  if (!file->direct) return 1;
+  const uint64_t bits = reinterpret_cast<uintptr_t>(buf) | n | offset | (uint64_t{1} << 16);
+  return bits & (~bits + 1);
+}
+
+// Loops `call(done, length)` over [0, n). Returns what was moved, or -errno with *moved set.
+template <class Call>
+int64_t transfer(uint64_t n, uint64_t align, uint64_t *moved, Call call) {
+  uint64_t done = 0;   // moved for certain
+  uint64_t start = 0;  // where the next call begins: <= done
+  *moved = 0;
+  while (done < n) {
+    const uint64_t length = n - start < kMaxTransfer ? n - start : kMaxTransfer;
+    const int64_t got = call(start, length);
+    if (got == -EINTR) continue;
+    if (got < 0) return got;
+    const uint64_t end = start + static_cast<uint64_t>(got);
+    if (end <= done) break;
+    *moved = done = end;
+    start = done < n ? done & ~(align - 1) : done;
+  }
+  return static_cast<int64_t>(done);
+}
+
+}  // namespace
+
+int64_t file_pread(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved) {
+  return transfer(n, boundary(file, buf, n, offset), moved, [&](uint64_t start, uint64_t length) {
+    return calls(KVX_OP_PREAD).pread(file->fd, static_cast<uint8_t *>(buf) + start, length, offset + start);
+  });
+}
+
+int64_t file_pwrite(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved) {
+  const int64_t done = transfer(n, boundary(file, buf, n, offset), moved, [&](uint64_t start, uint64_t length) {
+    return calls(KVX_OP_PWRITE)
+        .pwrite(file->fd, static_cast<const uint8_t *>(buf) + start, length, offset + start);
+  });
+  return done >= 0 && static_cast<uint64_t>(done) < n ? -EIO : done;
+}
+
+}  // namespace kvx
+
+using kvx::calls;
+
+extern "C" {
+
+int kvx_fault_add(const kvx_fault *rule) {
+  if (rule == nullptr || !kvx::valid(*rule)) return -EINVAL;
+  kvx::Faults &state = kvx::faults();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  try {
+    state.rules.push_back({*rule});
+  } catch (const std::bad_alloc &) {
+    return -ENOMEM;
+  }
+  state.holding = true;
+  kvx::g_table.store(&kvx::kFaulty, std::memory_order_release);
+  return static_cast<int>(state.rules.size() - 1);
+}
+
+uint64_t kvx_fault_hits(int rule) {
+  kvx::Faults &state = kvx::faults();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  return rule >= 0 && static_cast<size_t>(rule) < state.rules.size() ? state.rules[rule].hits : 0;
+}
+
+void kvx_fault_release(void) {
+  kvx::Faults &state = kvx::faults();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  ++state.releases;
+  state.holding = false;
+  state.released.notify_all();
+}
+
+void kvx_fault_clear(void) {
+  kvx::Faults &state = kvx::faults();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  kvx::g_table.store(&kvx::kLibc, std::memory_order_release);
+  state.rules.clear();
+  ++state.releases;
+  state.holding = false;
+  state.released.notify_all();
+}
+
+uint64_t kvx_op_calls(int op) {
+  return op >= 0 && op < KVX_OP_COUNT ? kvx::g_calls[op].load(std::memory_order_relaxed) : 0;
+}
+
+int kvx_sys_open(const char *path, int flags, int mode) {
+  return calls(KVX_OP_OPEN).open(path, flags, mode);
+}
+int kvx_sys_close(int fd) {
+  return calls(KVX_OP_CLOSE).close(fd);
+}
+int64_t kvx_sys_pread(int fd, void *buf, uint64_t n, uint64_t offset) {
+  return calls(KVX_OP_PREAD).pread(fd, buf, n < kvx::kMaxTransfer ? n : kvx::kMaxTransfer, offset);
+}
+int64_t kvx_sys_pwrite(int fd, const void *buf, uint64_t n, uint64_t offset) {
+  return calls(KVX_OP_PWRITE).pwrite(fd, buf, n < kvx::kMaxTransfer ? n : kvx::kMaxTransfer, offset);
+}
+int kvx_sys_fallocate(int fd, uint64_t length) {
+  return calls(KVX_OP_FALLOCATE).fallocate(fd, length);
+}
+int kvx_sys_ftruncate(int fd, uint64_t length) {
+  return calls(KVX_OP_FTRUNCATE).ftruncate(fd, length);
+}
+int kvx_sys_fsync(int fd) {
+  return calls(KVX_OP_FSYNC).fsync(fd);
+}
+int64_t kvx_sys_size(int fd) {
+  return calls(KVX_OP_FSTAT).size(fd);
+}
+int kvx_sys_unlink(const char *path) {
+  return calls(KVX_OP_UNLINK).unlink(path);
+}
+int kvx_sys_rename(const char *from, const char *to) {
+  return calls(KVX_OP_RENAME).rename(from, to);
+}
+int kvx_sys_mkdir(const char *path, int mode) {
+  return calls(KVX_OP_MKDIR).mkdir(path, mode);
+}
+int kvx_sys_flock(int fd, int operation) {
+  return calls(KVX_OP_FLOCK).flock(fd, operation);
+}
+int kvx_sys_dioalign(int fd, uint32_t *memory_align, uint32_t *offset_align) {
+  return calls(KVX_OP_FSTAT).dioalign(fd, memory_align, offset_align);
+}
+
+kvx_file *kvx_file_adopt(int fd, const char *label, int direct) {
+  try {
+    return new kvx_file{fd, direct != 0, label != nullptr ? label : "", {1}};
+  } catch (const std::bad_alloc &) {
+    return nullptr;
+  }
+}
+
+void kvx_file_release(kvx_file *file) {
+  if (file != nullptr) kvx::file_unref(file);
+}
+
+int64_t kvx_file_pread(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved) {
+  uint64_t ignored;
+  return kvx::file_pread(file, buf, n, offset, moved != nullptr ? moved : &ignored);
+}
+
+int64_t kvx_file_pwrite(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved) {
+  uint64_t ignored;
+  return kvx::file_pwrite(file, buf, n, offset, moved != nullptr ? moved : &ignored);
+}
+
+}  // extern "C"

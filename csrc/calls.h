@@ -1,0 +1,39 @@
+// The table through which every system call on a store's files goes, and what wraps it.
+#ifndef KVX_CALLS_H
+#define KVX_CALLS_H
+
+#include <cstdint>
+
+#include "kvx.h"
+
+namespace kvx {
+
+// One entry for each kvx_op. All return >= 0 or -errno and make exactly one system call; none retries.
+// `dioalign` is a second face of KVX_OP_FSTAT (it asks statx) and is counted and faulted as that.
+struct Calls {
+  int (*open)(const char *path, int flags, int mode);
+  int (*close)(int fd);
+  int64_t (*pread)(int fd, void *buf, uint64_t n, uint64_t offset);
+  int64_t (*pwrite)(int fd, const void *buf, uint64_t n, uint64_t offset);
+  int (*fallocate)(int fd, uint64_t length);
+  int (*ftruncate)(int fd, uint64_t length);
+  int (*fsync)(int fd);
+  int64_t (*size)(int fd);
+  int (*dioalign)(int fd, uint32_t *memory_align, uint32_t *offset_align);
+  int (*unlink)(const char *path);
+  int (*rename)(const char *from, const char *to);
+  int (*mkdir)(const char *path, int mode);
+  int (*flock)(int fd, int operation);
+  // Private anonymous memory, readable and writable: staging. 0 and *out, or -errno.
+  int (*mmap)(uint64_t length, void **out);
+};
+
+// Counts a call of `op` and gives the table to make it with: calls(KVX_OP_PREAD).pread(...).
+const Calls &calls(kvx_op op);
+
+// The memory that Calls::mmap gave. Not in the table: giving back cannot fail.
+void unmap(void *address, uint64_t length);
+
+}  // namespace kvx
+
+#endif

@@ -1,0 +1,126 @@
+// The job runner: queues, threads, the monitor that keeps deadlines. The trips themselves are in trips.cpp.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+
+#include "job.h"
+#include "kvx.h"
+
+namespace kvx {
+
+// How bytes reach a file. io_uring and others come in beside posix.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  // As kvx_file_pread and kvx_file_pwrite.
+  virtual int64_t read(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved) = 0;
+  virtual int64_t write(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved) = 0;
+};
+
+// A thread's private buffer: page aligned, grown to the largest job's need, never shared.
+class Staging {
+ public:
+  Staging() = default;
+  ~Staging();
+  Staging(const Staging &) = delete;
+  Staging &operator=(const Staging &) = delete;
+  uint8_t *need(uint64_t bytes);  // nullptr where there is no memory
+  uint64_t size() const { return size_; }
+
+ private:
+  uint8_t *base_ = nullptr;
+  std::atomic<uint64_t> size_{0};  // read by stats()
+};
+
+struct Counters {
+  std::atomic<uint64_t> chunks_stored{0}, chunks_loaded{0}, bytes_written{0}, bytes_read{0}, chunks_verified{0},
+      segments_verified{0}, truncated{0}, bad_trailer{0}, foreign{0}, bad_sum{0}, absent{0}, io_errors{0},
+      deadline_cuts{0}, lost_calls{0}, late_returns{0};
+};
+
+class Core;
+
+struct Worker {
+  std::thread thread;
+  Staging staging;
+  std::atomic<uint64_t> call_started{0};  // of the read or write under way; 0: none
+  // guarded by Core::mutex
+  std::shared_ptr<Job> job;  // whose chunk it runs
+  uint32_t chunk = 0;
+  bool lost = false;    // given up: another thread has its place
+  bool exited = false;  // can be joined
+};
+
+class Core : public std::enable_shared_from_this<Core> {
+ public:
+  explicit Core(const kvx_engine_config &config);
+  void start();
+  int submit(const kvx_job &job);
+  bool poll(int direction, kvx_result *result);
+  std::shared_ptr<Job> find(uint64_t job_id);
+  void forget(uint64_t job_id);
+  bool late(uint64_t *job_id, uint32_t *chunk);
+  bool wait(uint32_t mask, uint64_t timeout_ns);
+  void wake();
+  int wait_gathered(uint64_t job_id, uint64_t timeout_ns);
+  int cancel(uint64_t job_id);
+  int shutdown(uint64_t timeout_ns);
+  void stats(kvx_stats *out);
+
+  // For the trips.
+  std::mutex mutex;
+  Counters counters;
+  Backend &backend() { return *backend_; }
+  uint64_t read_piece_bytes() const { return config_.read_piece_bytes; }
+  bool enter_gate(Job &job, uint32_t chunk);
+  void leave_gate(Job &job);
+  bool begin_write(Job &job, uint32_t chunk);
+  bool abandoned(const Job &job, uint32_t chunk);
+  void record(Job &job, uint32_t chunk, const Outcome &outcome);  // with `mutex` held
+
+ private:
+  void run_worker(Worker *worker);
+  bool take(Worker *worker);
+  bool may_store() const;
+  bool finish(Worker *worker, const Outcome &outcome);
+  void count(int direction, const Outcome &outcome);
+  void run_monitor();
+  void give_up_slow_calls(uint64_t now);
+  void mark_lost(Worker *worker);
+  void spawn();
+  void publish_if_done(Job &job);
+  void fail_queued(uint8_t status);
+  void reap();
+
+  const kvx_engine_config config_;
+  std::unique_ptr<Backend> backend_;
+  // guarded by mutex
+  std::condition_variable work_, done_, monitor_wake_, idle_;
+  std::deque<std::shared_ptr<Job>> queue_[2];  // by direction
+  std::deque<std::shared_ptr<Job>> done_jobs_[2];
+  std::deque<std::pair<uint64_t, uint32_t>> late_;
+  std::unordered_map<uint64_t, std::shared_ptr<Job>> jobs_;
+  std::list<Worker> workers_;
+  std::thread monitor_;
+  uint32_t in_service_ = 0;  // threads that are not lost
+  uint32_t lost_ = 0;        // threads whose call has not returned
+  uint32_t busy_ = 0;        // of those in service
+  uint32_t storing_ = 0;     // of those, in a store
+  bool woken_ = false;
+  bool watching_ = false;    // the monitor looks at the clock while calls are under way
+  bool stopping_ = false;
+  bool stopped_ = false;
+};
+
+// The two trips of one chunk (docs/architecture.md). They return what became of it.
+Outcome run_store(Core &core, Worker &worker, Job &job, uint32_t chunk);
+Outcome run_load(Core &core, Worker &worker, Job &job, uint32_t chunk);
+
+}  // namespace kvx

@@ -1,0 +1,88 @@
+// Section 6 of kvx.h over kvx::Core. No exception crosses: out of memory is -ENOMEM.
+#include <cerrno>
+#include <new>
+#include <system_error>
+
+#include "engine.h"
+
+struct kvx_engine {
+  std::shared_ptr<kvx::Core> core;  // threads that never return keep it alive
+};
+
+namespace {
+
+template <class Function>
+int guarded(Function function) {
+  try {
+    return function();
+  } catch (const std::bad_alloc &) {
+    return -ENOMEM;
+  } catch (const std::system_error &e) {  // no more threads
+    return e.code().value() > 0 ? -e.code().value() : -EAGAIN;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int kvx_engine_new(const kvx_engine_config *config, kvx_engine **out) {
+  if (!config || !out || !config->threads || !config->read_piece_bytes) return -EINVAL;
+  if (config->backend != KVX_BACKEND_POSIX) return -ENOSYS;
+  return guarded([&] {
+    auto core = std::make_shared<kvx::Core>(*config);
+    try {
+      core->start();
+    } catch (...) {
+      core->shutdown(0);  // the threads that did start
+      throw;
+    }
+    *out = new kvx_engine{core};
+    return 0;
+  });
+}
+
+int kvx_engine_submit(kvx_engine *engine, const kvx_job *job) {
+  return guarded([&] { return engine->core->submit(*job); });
+}
+
+int kvx_engine_poll(kvx_engine *engine, int direction, kvx_result *result) {
+  if (direction != KVX_STORE && direction != KVX_LOAD) return -EINVAL;
+  return engine->core->poll(direction, result);
+}
+
+int kvx_engine_details(kvx_engine *engine, uint64_t job_id, uint8_t *status, kvx_chunk_error *errors) {
+  const auto job = engine->core->find(job_id);
+  if (!job) return -ENOENT;
+  std::lock_guard<std::mutex> lock(engine->core->mutex);
+  if (!job->published) return -EAGAIN;
+  for (uint32_t c = 0; c < job->num_chunks(); ++c) {
+    const kvx::Outcome &o = job->outcome(c);
+    if (status) status[c] = o.status;
+    if (errors) errors[c] = {o.status, o.error, o.segment, 0, o.offset, o.wanted, o.moved};
+  }
+  return 0;
+}
+
+void kvx_engine_forget(kvx_engine *engine, uint64_t job_id) { engine->core->forget(job_id); }
+
+int kvx_engine_late(kvx_engine *engine, uint64_t *job_id, uint32_t *chunk) { return engine->core->late(job_id, chunk); }
+
+int kvx_engine_wait(kvx_engine *engine, uint32_t mask, uint64_t timeout_ns) {
+  return engine->core->wait(mask, timeout_ns);
+}
+
+void kvx_engine_wake(kvx_engine *engine) { engine->core->wake(); }
+
+int kvx_engine_wait_gathered(kvx_engine *engine, uint64_t job_id, uint64_t timeout_ns) {
+  return engine->core->wait_gathered(job_id, timeout_ns);
+}
+
+int kvx_engine_cancel(kvx_engine *engine, uint64_t job_id) { return engine->core->cancel(job_id); }
+
+int kvx_engine_shutdown(kvx_engine *engine, uint64_t timeout_ns) { return engine->core->shutdown(timeout_ns); }
+
+void kvx_engine_free(kvx_engine *engine) { delete engine; }
+
+void kvx_engine_stats(kvx_engine *engine, kvx_stats *out) { engine->core->stats(out); }
+}

@@ -1,0 +1,391 @@
+// Queues, threads and the monitor. One mutex guards all job state: it is taken a few times a chunk, never across a
+// system call or a copy.
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+#include <tuple>
+
+#include "calls.h"
+#include "engine.h"
+#include "files.h"
+
+namespace kvx {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC, as now_ns()
+
+constexpr uint64_t kHuge = 2u << 20;
+
+Clock::time_point at(uint64_t ns) { return Clock::time_point(std::chrono::nanoseconds(ns)); }
+
+// Absolute time of a timeout from now; far away, but without overflow, for "for ever".
+Clock::time_point after(uint64_t timeout_ns) {
+  return at(now_ns() + std::min<uint64_t>(timeout_ns, uint64_t{1} << 62));
+}
+
+class PosixBackend final : public Backend {
+ public:
+  int64_t read(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved) override {
+    return file_pread(file, buf, n, offset, moved);
+  }
+  int64_t write(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved) override {
+    return file_pwrite(file, buf, n, offset, moved);
+  }
+};
+
+}  // namespace
+
+Staging::~Staging() {
+  if (base_) unmap(base_, size_);
+}
+
+uint8_t *Staging::need(uint64_t bytes) {
+  if (bytes <= size_) return base_;
+  const uint64_t size = (bytes + kHuge - 1) / kHuge * kHuge;
+  void *fresh = nullptr;
+  if (calls(KVX_OP_MMAP).mmap(size, &fresh) < 0) return nullptr;
+  if (base_) unmap(base_, size_);
+  base_ = static_cast<uint8_t *>(fresh);
+  size_ = size;
+  return base_;
+}
+
+Core::Core(const kvx_engine_config &config) : config_(config), backend_(std::make_unique<PosixBackend>()) {}
+
+void Core::start() {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (uint32_t i = 0; i < config_.threads; ++i) spawn();
+  monitor_ = std::thread([self = shared_from_this()] { self->run_monitor(); });
+}
+
+void Core::spawn() {
+  Worker &worker = workers_.emplace_back();
+  try {
+    worker.thread = std::thread([self = shared_from_this(), &worker] { self->run_worker(&worker); });
+  } catch (...) {
+    workers_.pop_back();
+    throw;
+  }
+  ++in_service_;
+}
+
+// ---- workers ------------------------------------------------------------------------------------
+
+bool Core::may_store() const {
+  const uint32_t kept_for_loads = config_.threads > 1 ? std::max(1u, config_.threads / 4) : 0;
+  return storing_ < config_.threads - kept_for_loads;
+}
+
+// The next chunk: loads first, jobs in the order they came, chunks in prefix order.
+bool Core::take(Worker *worker) {
+  for (const int direction : {KVX_LOAD, KVX_STORE}) {
+    auto &queue = queue_[direction];
+    while (!queue.empty() && (queue.front()->closed() || queue.front()->untaken() == 0)) queue.pop_front();
+    if (queue.empty() || (direction == KVX_STORE && !may_store())) continue;
+    worker->job = queue.front();
+    worker->chunk = worker->job->next++;
+    ++busy_;
+    storing_ += direction == KVX_STORE;
+    return true;
+  }
+  return false;
+}
+
+void Core::run_worker(Worker *worker) {
+  std::unique_lock<std::mutex> lock(mutex);
+  while (true) {
+    work_.wait(lock, [&] { return stopped_ || take(worker); });
+    if (!worker->job) break;
+    Job &job = *worker->job;
+    const uint32_t chunk = worker->chunk;
+    if (config_.io_timeout_ns && !watching_) monitor_wake_.notify_one();
+    lock.unlock();
+    const Outcome outcome =
+        job.direction == KVX_STORE ? run_store(*this, *worker, job, chunk) : run_load(*this, *worker, job, chunk);
+    lock.lock();
+    if (!finish(worker, outcome)) break;
+  }
+  worker->exited = true;
+  idle_.notify_all();
+}
+
+void Core::count(int direction, const Outcome &outcome) {
+  switch (outcome.status) {
+    case KVX_OK: ++(direction == KVX_STORE ? counters.chunks_stored : counters.chunks_loaded); break;
+    case KVX_IO: ++counters.io_errors; break;
+    case KVX_TRUNCATED: ++counters.truncated; break;
+    case KVX_BAD_TRAILER: ++counters.bad_trailer; break;
+    case KVX_FOREIGN: ++counters.foreign; break;
+    case KVX_BAD_SUM: ++counters.bad_sum; break;
+    case KVX_ABSENT: ++counters.absent; break;
+    default: return;
+  }
+  if (direction == KVX_LOAD && outcome.status != KVX_IO) ++counters.chunks_verified;
+}
+
+void Core::record(Job &job, uint32_t chunk, const Outcome &outcome) {
+  if (job.status(chunk) == KVX_PENDING) count(job.direction, outcome);
+  if (job.settle(chunk, outcome)) late_.emplace_back(job.id, chunk);
+}
+
+// Records what became of the worker's chunk. False if the thread is no longer needed.
+bool Core::finish(Worker *worker, const Outcome &outcome) {
+  const std::shared_ptr<Job> job = std::move(worker->job);
+  worker->job = nullptr;
+  record(*job, worker->chunk, outcome);
+  publish_if_done(*job);
+  if (!late_.empty() || (job->direction == KVX_STORE && job->sources_free())) done_.notify_all();
+  bool stay = true;
+  if (worker->lost) {  // the call has returned after all
+    --lost_;
+    ++counters.late_returns;
+    worker->lost = false;
+    stay = in_service_ < config_.threads && !stopped_;
+    in_service_ += stay;
+  } else {
+    --busy_;
+    storing_ -= job->direction == KVX_STORE;
+  }
+  if (job->direction == KVX_STORE) work_.notify_one();  // may_store() may have changed
+  idle_.notify_all();
+  return stay;
+}
+
+bool Core::enter_gate(Job &job, uint32_t chunk) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return job.enter(chunk);
+}
+
+void Core::leave_gate(Job &job) {
+  std::lock_guard<std::mutex> lock(mutex);
+  job.leave();
+  publish_if_done(job);
+}
+
+bool Core::begin_write(Job &job, uint32_t chunk) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!job.begin_write(chunk)) return false;
+  if (job.sources_free()) done_.notify_all();
+  return true;
+}
+
+bool Core::abandoned(const Job &job, uint32_t chunk) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return job.abandoned(chunk);
+}
+
+void Core::publish_if_done(Job &job) {
+  if (!job.publishable()) return;
+  for (uint32_t c = 0; c < job.num_chunks(); ++c) counters.deadline_cuts += job.status(c) == KVX_CUT;
+  done_jobs_[job.direction].push_back(job.shared_from_this());
+  done_.notify_all();
+}
+
+// ---- the monitor --------------------------------------------------------------------------------
+
+void Core::run_monitor() {
+  std::unique_lock<std::mutex> lock(mutex);
+  while (!stopped_) {
+    const uint64_t now = now_ns();
+    uint64_t next = UINT64_MAX;
+    for (auto &[id, job] : jobs_) {
+      if (job->published || !job->deadline_ns) continue;
+      if (job->deadline_ns <= now) {
+        job->close(KVX_CUT);
+        publish_if_done(*job);
+      } else {
+        next = std::min(next, job->deadline_ns);
+      }
+    }
+    if (config_.io_timeout_ns) {
+      give_up_slow_calls(now);
+      // A call is noticed within a quarter of the timeout: no need to be woken for each.
+      watching_ = busy_ > 0;
+      if (watching_) next = std::min(next, now + std::max<uint64_t>(config_.io_timeout_ns / 4, 1000000));
+    }
+    reap();
+    if (next == UINT64_MAX)
+      monitor_wake_.wait(lock);
+    else
+      monitor_wake_.wait_until(lock, at(next));
+  }
+}
+
+void Core::give_up_slow_calls(uint64_t now) {
+  uint32_t found = 0;
+  for (Worker &worker : workers_) {
+    const uint64_t started = worker.call_started.load(std::memory_order_acquire);
+    if (worker.lost || !worker.job || !started || now < started + config_.io_timeout_ns) continue;
+    mark_lost(&worker);
+    ++found;
+  }
+  try {
+    for (; found && in_service_ < config_.threads && lost_ <= config_.max_lost_threads; --found) spawn();
+  } catch (const std::system_error &) {
+    // No thread to be had: the rest carry on, and a lost one takes its place again when its call returns.
+  }
+  if (!in_service_) fail_queued(KVX_STALLED);
+}
+
+void Core::mark_lost(Worker *worker) {
+  worker->lost = true;
+  --in_service_;
+  ++lost_;
+  --busy_;
+  storing_ -= worker->job->direction == KVX_STORE;
+  ++counters.lost_calls;
+  const bool store = worker->job->direction == KVX_STORE;
+  const bool slot_at_risk = store && worker->job->writing(worker->chunk);
+  worker->job->settle(worker->chunk, Outcome{slot_at_risk || !store ? uint8_t{KVX_LOST} : uint8_t{KVX_CANCELLED}});
+  publish_if_done(*worker->job);
+  idle_.notify_all();
+}
+
+void Core::fail_queued(uint8_t status) {
+  for (auto &queue : queue_) {
+    for (auto &job : queue) {
+      job->drop_untaken(status);
+      publish_if_done(*job);
+    }
+    queue.clear();
+  }
+}
+
+// Joins threads that have left. (A lost thread that never comes back is detached by shutdown.)
+void Core::reap() {
+  for (auto worker = workers_.begin(); worker != workers_.end();) {
+    if (worker->exited) {
+      if (worker->thread.joinable()) worker->thread.join();  // nothing is left of it but the way out
+      worker = workers_.erase(worker);
+    } else {
+      ++worker;
+    }
+  }
+}
+
+// ---- the caller's side --------------------------------------------------------------------------
+
+int Core::submit(const kvx_job &request) {
+  int error = 0;
+  const std::shared_ptr<Job> job = Job::make(request, config_.read_piece_bytes, &error);
+  if (!job) return error;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (stopping_) return -ESHUTDOWN;
+  if (!jobs_.emplace(job->id, job).second) return -EEXIST;
+  if (!in_service_) {
+    job->drop_untaken(KVX_STALLED);
+  } else if (job->deadline_ns && job->deadline_ns <= job->submitted_ns) {
+    job->close(KVX_CUT);
+  } else {
+    queue_[job->direction].push_back(job);
+    if (job->deadline_ns) monitor_wake_.notify_one();
+    job->num_chunks() > 1 ? work_.notify_all() : work_.notify_one();
+  }
+  publish_if_done(*job);
+  return 0;
+}
+
+bool Core::poll(int direction, kvx_result *result) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto &done = done_jobs_[direction];
+  if (done.empty()) return false;
+  const Job &job = *done.front();
+  *result = {job.id, job.direction, job.num_chunks(), job.num_ok, 0, job.result_bytes, job.elapsed_ns};
+  done.pop_front();
+  return true;
+}
+
+std::shared_ptr<Job> Core::find(uint64_t job_id) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = jobs_.find(job_id);
+  return found == jobs_.end() ? nullptr : found->second;
+}
+
+void Core::forget(uint64_t job_id) {
+  std::shared_ptr<Job> last;  // destroyed after the lock: it may close a file
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = jobs_.find(job_id);
+  if (found == jobs_.end() || !found->second->published) return;
+  last = std::move(found->second);
+  jobs_.erase(found);
+}
+
+bool Core::late(uint64_t *job_id, uint32_t *chunk) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (late_.empty()) return false;
+  std::tie(*job_id, *chunk) = late_.front();
+  late_.pop_front();
+  return true;
+}
+
+bool Core::wait(uint32_t mask, uint64_t timeout_ns) {
+  const bool stores = mask & (1u << KVX_STORE), loads = mask & (1u << KVX_LOAD);
+  std::unique_lock<std::mutex> lock(mutex);
+  const bool woken = done_.wait_until(lock, after(timeout_ns), [&] {
+    return (stores && (woken_ || !late_.empty() || !done_jobs_[KVX_STORE].empty())) ||
+           (loads && !done_jobs_[KVX_LOAD].empty());
+  });
+  if (stores) woken_ = false;
+  return woken;
+}
+
+void Core::wake() {
+  std::lock_guard<std::mutex> lock(mutex);
+  woken_ = true;
+  done_.notify_all();
+}
+
+int Core::wait_gathered(uint64_t job_id, uint64_t timeout_ns) {
+  const std::shared_ptr<Job> job = find(job_id);
+  if (!job) return -ENOENT;
+  std::unique_lock<std::mutex> lock(mutex);
+  return done_.wait_until(lock, after(timeout_ns), [&] { return job->sources_free(); });
+}
+
+int Core::cancel(uint64_t job_id) {
+  const std::shared_ptr<Job> job = find(job_id);
+  if (!job) return -ENOENT;
+  std::lock_guard<std::mutex> lock(mutex);
+  job->close(KVX_CANCELLED);
+  publish_if_done(*job);
+  return 0;
+}
+
+int Core::shutdown(uint64_t timeout_ns) {
+  std::unique_lock<std::mutex> lock(mutex);
+  stopping_ = true;
+  fail_queued(KVX_CANCELLED);
+  idle_.wait_until(lock, after(timeout_ns), [&] { return busy_ == 0; });
+  for (Worker &worker : workers_)
+    if (worker.job && !worker.lost) mark_lost(&worker);
+  stopped_ = true;
+  work_.notify_all();
+  monitor_wake_.notify_all();
+  if (monitor_.joinable()) {
+    lock.unlock();
+    monitor_.join();
+    lock.lock();
+  }
+  // What isn't in a call leaves at once; a copy under way ends by itself. Only threads in a call may stay for ever.
+  const auto gone = [](const Worker &w) { return w.exited || (w.lost && w.call_started.load(std::memory_order_acquire)); };
+  while (!std::all_of(workers_.begin(), workers_.end(), gone)) idle_.wait_for(lock, std::chrono::milliseconds(10));
+  reap();
+  for (Worker &worker : workers_)
+    if (worker.thread.joinable()) worker.thread.detach();
+  return static_cast<int>(workers_.size());
+}
+
+void Core::stats(kvx_stats *out) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const Counters &c = counters;
+  *out = {c.chunks_stored, c.chunks_loaded, c.bytes_written, c.bytes_read, c.chunks_verified, c.segments_verified,
+          c.truncated, c.bad_trailer, c.foreign, c.bad_sum, c.absent, c.io_errors, c.deadline_cuts, c.lost_calls,
+          c.late_returns, 0, busy_, lost_, 0};
+  for (const auto &queue : queue_)
+    for (const auto &job : queue) out->queued_chunks += job->closed() ? 0 : job->untaken();
+  for (const Worker &worker : workers_) out->leaked_bytes += worker.lost ? worker.staging.size() : 0;
+}
+
+}  // namespace kvx

@@ -1,0 +1,193 @@
+"""What a user may set: one frozen dataclass per room, checked before anything is made on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from kvxfer.errors import ConfigError
+from kvxfer.slot import ALIGNMENT, round_up
+
+IO_BACKENDS = ("auto", "posix")
+DIRECT_MODES = ("auto", "on", "off")
+
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+# What a store may own beside slabs and index: its small files, and those of its namespaces.
+_SMALL_MIN, _SMALL_MAX = 128 * _KIB, 2 * _MIB
+_SMALL_FIXED = 64 * _KIB  # kvxfer.json, lock, index/state.json, one temporary file and four directories
+_SMALL_FILES = 5
+_DIRECTORY_ENTRY = 64  # bytes that one more slab's name may cost its directory
+_INDEX_MIN, _INDEX_MID = _MIB, 64 * _MIB
+_MAX_NAMESPACES = 64
+_LEAST_CAPACITY = 4 * _MIB
+
+
+def _check_integers(owner: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if type(value) is not int or value < least:
+            raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
+
+
+def _check_choice(owner: object, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(owner, name)
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+
+
+def _check_keys(cls: Any, what: str, raw: Mapping[str, Any]) -> None:
+    known = {field.name for field in fields(cls)}
+    if unknown := sorted(str(key) for key in raw if key not in known):
+        raise ConfigError(f"unknown {what} keys {unknown}; known keys are {sorted(known)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """One store. Sizes in bytes.
+
+    `capacity_bytes` and `max_files` are hard caps on everything under `root`: slabs, index, headers, small files and
+    what an earlier process left behind. `slab_bytes` left out means 1 GiB, or a sixteenth of a smaller capacity,
+    rounded down to the alignment; a slot that is larger then gets slabs of one slot each. Given, it must hold a slot.
+
+    Raises:
+        ConfigError: a value cannot work; names the value and what is allowed.
+    """
+
+    root: Path
+    capacity_bytes: int = 64 << 30
+    slab_bytes: int | None = None  # largest size of one preallocated file
+    max_files: int = 4096
+    io: str = "auto"  # auto | posix
+    direct: str = "auto"  # O_DIRECT: auto (where it works) | on (or refuse to open) | off
+    index_map_bytes: int | None = None  # cap of the index file; None: a share of the capacity
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.root, str | Path) or not str(self.root):
+            raise ConfigError(f"root={self.root!r} must be the path of a directory")
+        object.__setattr__(self, "root", Path(self.root))
+        _check_integers(self, _LEAST_CAPACITY, "capacity_bytes")
+        _check_integers(self, _SMALL_FILES + 2, "max_files")
+        _check_choice(self, "io", IO_BACKENDS)
+        _check_choice(self, "direct", DIRECT_MODES)
+        if self.slab_bytes is not None:
+            _check_integers(self, 2 * ALIGNMENT, "slab_bytes")
+            if self.slab_bytes % ALIGNMENT:
+                raise ConfigError(f"slab_bytes={self.slab_bytes} must be a multiple of {ALIGNMENT}")
+        if self.index_map_bytes is not None:
+            _check_integers(self, _INDEX_MIN, "index_map_bytes")
+            if self.index_map_bytes % ALIGNMENT:
+                raise ConfigError(f"index_map_bytes={self.index_map_bytes} must be a multiple of {ALIGNMENT}")
+        self.check_room(0, 0)
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
+        """The configuration that a parsed file or command line gives.
+
+        Raises:
+            ConfigError: an unknown key, a missing root, or a value that cannot work.
+        """
+        _check_keys(cls, "store", raw)
+        if "root" not in raw:
+            raise ConfigError("store key 'root' is missing: the directory that the store may fill")
+        return cls(**raw)
+
+    @property
+    def effective_slab_bytes(self) -> int:
+        """`slab_bytes`, or what stands for it when it was left out."""
+        if self.slab_bytes is not None:
+            return self.slab_bytes
+        return max(2 * ALIGNMENT, min(_GIB, self.capacity_bytes // 16) // ALIGNMENT * ALIGNMENT)
+
+    @property
+    def effective_index_map_bytes(self) -> int:
+        """Most bytes that the index file can reach; taken off the capacity from the start.
+
+        Left out: 1/32 of the capacity up to 64 MiB, then 1/128; at least 1 MiB.
+        """
+        if self.index_map_bytes is not None:
+            return self.index_map_bytes
+        share = min(self.capacity_bytes // 32, max(_INDEX_MID, self.capacity_bytes // 128))
+        return max(_INDEX_MIN, share // ALIGNMENT * ALIGNMENT)
+
+    @property
+    def max_namespaces(self) -> int:
+        """Namespace files that may lie in the root at once."""
+        return min(_MAX_NAMESPACES, max(1, self.max_files // 16))
+
+    @property
+    def namespace_bytes(self) -> int:
+        """Bytes that all namespace files may take together."""
+        return self._small_bytes - _SMALL_FIXED
+
+    @property
+    def slab_budget(self) -> tuple[int, int]:
+        """(bytes, files) left for slabs once the index, the small files and the namespaces have theirs."""
+        files = self.max_files - _SMALL_FILES - self.max_namespaces
+        names = round_up(_DIRECTORY_ENTRY * min(files, self.capacity_bytes // self.effective_slab_bytes), ALIGNMENT)
+        return self.capacity_bytes - self.effective_index_map_bytes - self._small_bytes - names, files
+
+    @property
+    def _small_bytes(self) -> int:
+        return min(_SMALL_MAX, max(_SMALL_MIN, self.capacity_bytes // 64 // ALIGNMENT * ALIGNMENT))
+
+    def check_room(self, other_bytes: int, other_files: int) -> None:
+        """Raises ConfigError unless one slab fits beside `other_bytes` in `other_files` that are not the store's."""
+        nbytes, nfiles = self.slab_budget
+        cost = slab_cost(self.effective_slab_bytes)
+        if nbytes - other_bytes < cost:
+            raise ConfigError(
+                f"capacity_bytes={self.capacity_bytes} holds no slab of slab_bytes={self.effective_slab_bytes}: "
+                f"{max(0, nbytes - other_bytes)} bytes are left beside the index ({self.effective_index_map_bytes}), "
+                f"the small files and {other_bytes} bytes of others, a slab takes {cost}"
+            )
+        if nfiles - other_files < 1:
+            raise ConfigError(
+                f"max_files={self.max_files} leaves no file for a slab: {self.max_files - nfiles} are for the index, "
+                f"the small files and namespaces, {other_files} are others' under {self.root}"
+            )
+
+
+def slab_cost(file_bytes: int) -> int:
+    """What a slab file is counted as: its bytes and room for what the file system keeps to find them."""
+    return round_up(file_bytes + file_bytes // 256, ALIGNMENT) + ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One transfer engine. Times in seconds, sizes in bytes.
+
+    Raises:
+        ConfigError: a value cannot work; names the value and what is allowed.
+    """
+
+    io_threads: int = 8
+    io_timeout_s: float = 30.0  # a storage call that runs longer is given up and its thread replaced
+    max_lost_threads: int = 8  # given-up threads that are replaced; past that the tier is off
+    max_queued_store_chunks: int = 4096  # further stores are dropped and counted
+    max_queued_load_chunks: int = 65536  # further loads are misses
+    read_piece_bytes: int = 256 << 10  # a piece stays in the cache while it is summed
+    shutdown_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        _check_integers(self, 1, "io_threads", "max_queued_store_chunks", "max_queued_load_chunks")
+        _check_integers(self, 0, "max_lost_threads")
+        _check_integers(self, ALIGNMENT, "read_piece_bytes")
+        if self.io_threads > 1024:
+            raise ConfigError(f"io_threads={self.io_threads} must be 1..1024")
+        for name, least in (("io_timeout_s", 0.001), ("shutdown_timeout_s", 0.0)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= 86400:
+                raise ConfigError(f"{name}={value!r} must be a number of seconds in {least}..86400")
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
+        """The configuration that a parsed file or command line gives.
+
+        Raises:
+            ConfigError: an unknown key, or a value that cannot work.
+        """
+        _check_keys(cls, "engine", raw)
+        return cls(**raw)

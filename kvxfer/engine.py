@@ -1,0 +1,364 @@
+"""TransferEngine: stores and loads chunks between this process's pages and a store.
+
+Loads are looked up, pinned and submitted by the caller's thread. Stores are only queued by it: one service thread
+drops what is present, reserves slots, submits, commits and publishes, so no caller ever waits for the disk or the
+index. Every accepted job ends in exactly one TransferResult.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+from numpy.typing import ArrayLike
+
+from kvxfer.config import EngineConfig
+from kvxfer.convert.native import mapping_handle
+from kvxfer.convert.pages import KVPages
+from kvxfer.errors import ConfigError, EngineClosed, ForkError, LayoutError, NativeError
+from kvxfer.jobs import LOAD, NS, STORE, JobRunner, Status
+from kvxfer.keys import Namespace
+from kvxfer.results import PendingJob, TransferResult, block_table, fail_all, refuse_repeated
+from kvxfer.store import Entry, Store
+from kvxfer.writer import StoreWriter
+
+__all__ = ["TransferEngine", "TransferResult"]
+
+log = logging.getLogger(__name__)
+WATCH_S = 0.25  # how long the service thread sleeps when nothing wakes it
+
+
+class TransferEngine:
+    """Moves chunks of one namespace between a store and the pages of the ranks of this process.
+
+    Args:
+        store: open; stays the caller's, and must outlive the engine.
+        namespace: what the bytes mean; registered with the store here.
+        pages: one KVPages for each rank whose pages take part. A chunk's ranks succeed or fail together. A store needs
+            ranks that together hold every segment; a load may be of fewer.
+        live: True where others may read the pages during a load (GPU blocks): they are then written only after the whole
+            chunk was verified. False for memory that a result makes live (host rows): it is filled while it is checked.
+
+    Thread-safe. Use it as a context manager, or call `shutdown`.
+
+    Raises:
+        LayoutError: the ranks' mappings are of different slots.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: Namespace,
+        pages: Sequence[KVPages],
+        *,
+        config: EngineConfig | None = None,
+        live: bool = True,
+    ) -> None:
+        if not pages:
+            raise LayoutError("an engine needs the pages of at least one rank")
+        slots = {p.mapping.slot for p in pages}
+        if len(slots) != 1:
+            raise LayoutError(f"the ranks' mappings are of {len(slots)} slot layouts, want one: {slots}")
+        self.config = config or EngineConfig()
+        self._store = store
+        slot = pages[0].mapping.slot
+        held = set(itertools.chain.from_iterable(p.mapping.segments for p in pages))
+        self._holds_all = len(held) == slot.num_segments
+        self._pages = tuple(pages)  # keeps the memory under the handles
+        self._blocks = min(p.num_blocks for p in pages)
+        self._blocks_per_chunk = slot.blocks_per_chunk
+        self._tokens_per_chunk = namespace.tokens_per_chunk
+        self._handles = [mapping_handle(p, p.mapping, live) for p in pages]
+        self.digest = store.register(namespace, slot)
+        self._pid = os.getpid()
+        self._runner = JobRunner(
+            threads=self.config.io_threads,
+            io_timeout_s=self.config.io_timeout_s,
+            max_lost_threads=self.config.max_lost_threads,
+            read_piece_bytes=self.config.read_piece_bytes,
+        )
+        native_ids = itertools.count(1)
+        self._native_ids = native_ids
+        self._writer = StoreWriter(store, self.digest, slot, self._runner, self._handles, native_ids, self._end_store)
+        self._lock = threading.Lock()  # guards what follows; never held across a call that can block
+        self._published = threading.Condition(self._lock)
+        self._open: dict[int, PendingJob] = {}  # accepted, no result yet
+        self._results: dict[int, TransferResult] = {}  # not taken yet, oldest first
+        self._loads: dict[int, tuple[PendingJob, list[Entry]]] = {}  # by native id, with what they pin
+        self._queue: deque[PendingJob] = deque()  # stores that the service thread has not seen
+        self._queued_chunks = {STORE: 0, LOAD: 0}
+        self._dropped_chunks = {STORE: 0, LOAD: 0}
+        self._closing = False
+        self._settling = threading.Lock()  # one thread at a time takes finished loads
+        self._service = threading.Thread(target=self._serve, name="kvxfer-service", daemon=True)
+        self._service.start()
+
+    # ---- the caller's side -------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """How many of the leading keys are in the store: a claim, which a load proves. Chunks."""
+        return self._store.lookup_prefix(self.digest, keys)
+
+    def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike) -> None:
+        """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
+
+        Args:
+            job_id: the caller's; not that of another job whose result was not taken yet.
+            keys: OffloadKeys in prefix order.
+            block_ids: [len(keys)] or [len(keys), blocks_per_chunk]; -1 for a block that the chunk lacks.
+
+        A store that finds the queue full is dropped: its result says so.
+
+        Raises:
+            LayoutError: ids out of range or of another shape, or the ranks here do not hold every segment.
+            EngineClosed, ForkError
+        """
+        if not self._holds_all:
+            raise LayoutError(
+                "the ranks of this engine do not hold every segment of a slot, so that it cannot complete a chunk"
+            )
+        job = self._accept(job_id, keys, block_ids, STORE)
+        if job is not None:
+            with self._lock:
+                self._queue.append(job)
+            self._runner.wake()
+
+    def submit_load(
+        self,
+        job_id: int,
+        keys: Sequence[bytes],
+        block_ids: ArrayLike,
+        *,
+        deadline: float | None = None,
+        recompute_tokens_per_s: float | None = None,
+    ) -> None:
+        """Start a load. Every key is attempted, in this order; keys that the store lacks are misses.
+
+        Args:
+            job_id: the caller's; not that of another job whose result was not taken yet.
+            keys: OffloadKeys in prefix order.
+            block_ids: [len(keys)] or [len(keys), blocks_per_chunk], distinct; -1 for a block that isn't wanted.
+            deadline: time.monotonic() in seconds at which the result comes with what has arrived by then.
+            recompute_tokens_per_s: also a deadline: no longer than recomputing all tokens of the job would take.
+
+        Raises:
+            LayoutError: ids out of range, repeated or of another shape.
+            EngineClosed, ForkError
+        """
+        if recompute_tokens_per_s is not None:
+            if not recompute_tokens_per_s > 0:
+                raise ConfigError(f"recompute_tokens_per_s={recompute_tokens_per_s} must be positive")
+            now = time.monotonic()
+            worth = now + len(keys) * self._tokens_per_chunk / recompute_tokens_per_s
+            deadline = worth if deadline is None else min(deadline, worth)
+        job = self._accept(job_id, keys, block_ids, LOAD)
+        if job is None:
+            return
+        entries: list[Entry] = []
+        for i, entry in enumerate(self._store.pin(self.digest, job.keys)):
+            if entry is None:
+                job.miss(i)
+            else:
+                job.index.append(i)
+                entries.append(entry)
+        if not entries:
+            self._publish(job, LOAD)
+            return
+        job.native_id = next(self._native_ids)
+        with self._lock:
+            self._loads[job.native_id] = (job, entries)
+        records = b"".join([entry.record for entry in entries])
+        ids = job.block_ids if len(entries) == len(job.keys) else job.block_ids[job.index]
+        deadline_ns = 0 if deadline is None else max(1, int(deadline * NS))
+        try:
+            self._runner.submit(
+                job.native_id, LOAD, self._handles, records, ids, self.digest, deadline_ns=deadline_ns
+            )
+        except NativeError as exc:  # shut down meanwhile, or no memory: the job was accepted, so it gets its result
+            log.warning("load %d could not be started: %s", job_id, exc)
+            with self._lock:
+                del self._loads[job.native_id]
+            self._store.unpin(entries)
+            fail_all(job, job.index, Status.CANCELLED)
+            self._publish(job, LOAD)
+
+    def poll(self) -> list[TransferResult]:
+        """Results published since the last call, each once. Never blocks."""
+        self._check_process()
+        self._settle_loads()
+        with self._lock:
+            results = list(self._results.values())
+            self._results.clear()
+        return results
+
+    def wait(self, job_ids: Iterable[int], timeout: float | None = None) -> dict[int, TransferResult]:
+        """Take the results of these jobs, waiting up to `timeout` seconds. Those not finished by then are left out."""
+        self._check_process()
+        wanted = set(job_ids)
+        with self._lock:
+            self._published.wait_for(lambda: not wanted & self._open.keys(), timeout)
+            return {job_id: self._results.pop(job_id) for job_id in wanted & self._results.keys()}
+
+    def wait_gathered(self, job_id: int, timeout: float) -> bool:
+        """Wait until a store's blocks may be reused, at most `timeout` seconds. True also for jobs that have ended."""
+        self._check_process()
+        end = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                job = self._open.get(job_id)
+            if job is None:
+                return True
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            if job.native_id and self._runner.wait_gathered(job.native_id, left) is not False:
+                return True
+            if not job.native_id:  # still queued
+                time.sleep(min(0.001, left))
+
+    def cancel(self, job_id: int) -> None:
+        """End a running job now with what has arrived; nothing is written to its pages after its result."""
+        with self._lock:
+            job = self._open.get(job_id)
+        if job is not None and job.native_id:
+            self._runner.cancel(job.native_id)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until every accepted job has a result. False if `timeout` seconds did not suffice."""
+        self._check_process()
+        with self._lock:
+            return self._published.wait_for(lambda: not self._open, timeout)
+
+    def shutdown(self, timeout: float | None = None) -> int:
+        """Stop: jobs that are queued are cancelled, calls under way get `timeout` seconds (default: the configuration's).
+
+        Every accepted job has its result afterwards; `poll` still gives them.
+
+        Returns:
+            Threads left behind in calls that never returned, each with its staging.
+        """
+        self._check_process()
+        with self._lock:
+            if self._closing:
+                return 0
+            self._closing = True
+        left = self._runner.shutdown(self.config.shutdown_timeout_s if timeout is None else timeout)
+        self._runner.wake()
+        self._service.join()
+        if left:
+            log.warning("shutdown left %d threads in calls that have not returned", left)
+        return left
+
+    def stats(self) -> dict[str, int]:
+        """Counters of the native runner (kvx_stats) and of the engine, by name."""
+        with self._lock:
+            mine = {
+                "stores_dropped": self._dropped_chunks[STORE],
+                "loads_dropped": self._dropped_chunks[LOAD],
+                "jobs_open": len(self._open),
+            }
+        return self._runner.stats() | mine
+
+    @property
+    def io_mode(self) -> str:
+        """The I/O path in use, such as "posix direct"."""
+        return self._store.io_mode
+
+    def __enter__(self) -> TransferEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _accept(
+        self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int
+    ) -> PendingJob | None:
+        """Check a job and take it on. None where the queue is full: it has ended already."""
+        self._check_process()
+        ids = block_table(block_ids, len(keys), self._blocks_per_chunk, self._blocks)
+        if direction == LOAD:
+            refuse_repeated(ids)
+        elif len(keys) and (empty := (ids < 0).all(axis=1)).any():
+            raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
+        job = PendingJob(job_id, tuple(keys), ids)
+        limit = self.config.max_queued_load_chunks if direction == LOAD else self.config.max_queued_store_chunks
+        with self._lock:
+            if self._closing:
+                raise EngineClosed("the engine was shut down")
+            if job_id in self._open or job_id in self._results:
+                raise LayoutError(f"job {job_id} is still open or its result was not taken")
+            self._open[job_id] = job
+            dropped = self._queued_chunks[direction] + len(keys) > limit
+            self._queued_chunks[direction] += len(keys)
+            self._dropped_chunks[direction] += len(keys) if dropped else 0
+        if dropped or not keys:
+            fail_all(job, range(len(keys)), Status.DROPPED)
+            self._publish(job, direction)
+            return None
+        return job
+
+    def _publish(self, job: PendingJob, direction: int) -> None:
+        result = job.result()
+        with self._lock:
+            self._queued_chunks[direction] -= len(job.keys)
+            del self._open[job.job_id]
+            self._results[job.job_id] = result
+            self._published.notify_all()
+
+    def _end_store(self, job: PendingJob) -> None:
+        self._publish(job, STORE)
+
+    def _settle_loads(self) -> None:
+        """Unpin and publish loads that have ended. Called by whoever comes first: a poll or the service thread."""
+        if not self._settling.acquire(blocking=False):
+            return
+        try:
+            while (outcome := self._runner.poll(LOAD)) is not None:
+                with self._lock:
+                    job, entries = self._loads.pop(outcome.job_id)
+                for error in outcome.errors:
+                    if error.status.is_damage:
+                        self._store.invalidate(entries[error.chunk], error.status.name.lower())
+                self._store.unpin(entries)
+                job.take(outcome, [entry.label for entry in entries] if outcome.errors else ())
+                self._publish(job, LOAD)
+        finally:
+            self._settling.release()
+
+    def _serve(self) -> None:
+        """The service thread: everything that may touch the disk or the index on behalf of a caller."""
+        while True:
+            self._runner.wait((STORE, LOAD), WATCH_S)
+            with self._lock:
+                queued, closing = list(self._queue), self._closing
+                self._queue.clear()
+            try:
+                self._settle_loads()
+                self._writer.settle()
+            except Exception:  # a defect: whatever it is, the thread must go on, or no job would ever end again
+                log.exception("the service thread met an error it did not expect")
+            for job in queued:
+                if closing:
+                    self._writer.cancel(job)
+                else:
+                    self._writer.start(job)
+            with self._lock:
+                if closing and not self._queue and not self._open:
+                    return
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork of it and has none of "
+                "its threads: open a store and an engine after the fork"
+            )

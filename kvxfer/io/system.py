@@ -1,0 +1,175 @@
+"""The calls on a store's small files, over libkvx's table of system calls, so that every one of them can be made to
+fail in tests. All raise IOFault."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from kvxfer import _native
+from kvxfer.errors import IOFault
+
+PRIVATE_FILE = 0o600
+PRIVATE_DIRECTORY = 0o700
+TEMPORARY = ".tmp"
+_CHUNK = 1 << 20
+
+
+def fault(code: int, what: str, path: str | os.PathLike[str]) -> IOFault:
+    """The IOFault for an errno (of either sign)."""
+    return IOFault(abs(code), f"{what}: {os.strerror(abs(code))}", os.fspath(path))
+
+
+def sys_open(path: Path, flags: int, mode: int = PRIVATE_FILE) -> int:
+    """A descriptor, closed on exec."""
+    fd = int(_native.lib().kvx_sys_open(os.fsencode(path), flags | os.O_CLOEXEC, mode))
+    if fd < 0:
+        raise fault(fd, "open", path)
+    return fd
+
+
+def sys_close(fd: int) -> None:
+    """Closes `fd`; whatever the call answers, it is closed."""
+    _native.lib().kvx_sys_close(fd)
+
+
+def sys_mkdir(path: Path) -> None:
+    """Makes one directory for the owner alone; fine if it is there."""
+    result = int(_native.lib().kvx_sys_mkdir(os.fsencode(path), PRIVATE_DIRECTORY))
+    if result < 0 and not (result == -errno.EEXIST and path.is_dir()):
+        raise fault(result, "mkdir", path)
+
+
+def sys_unlink(path: Path) -> None:
+    """Removes a file; fine if it is gone."""
+    result = int(_native.lib().kvx_sys_unlink(os.fsencode(path)))
+    if result < 0 and result != -errno.ENOENT:
+        raise fault(result, "unlink", path)
+
+
+def sys_rename(source: Path, target: Path) -> None:
+    """Replaces `target`."""
+    if (result := int(_native.lib().kvx_sys_rename(os.fsencode(source), os.fsencode(target)))) < 0:
+        raise fault(result, "rename", source)
+
+
+def sys_fallocate(fd: int, nbytes: int, path: Path) -> None:
+    """Gives the file blocks for its first `nbytes` bytes, at least that size, and keeps what it holds."""
+    if (result := _retried("kvx_sys_fallocate", fd, nbytes)) < 0:
+        raise fault(result, f"fallocate of {nbytes} bytes", path)
+
+
+def sys_ftruncate(fd: int, nbytes: int, path: Path) -> None:
+    """Cuts or extends the file."""
+    if (result := _retried("kvx_sys_ftruncate", fd, nbytes)) < 0:
+        raise fault(result, f"ftruncate to {nbytes} bytes", path)
+
+
+def sys_fsync(fd: int, path: Path) -> None:
+    """Waits until the file's bytes are on the device."""
+    if (result := int(_native.lib().kvx_sys_fsync(fd))) < 0:
+        raise fault(result, "fsync", path)
+
+
+def sys_size(fd: int, path: Path) -> int:
+    """The file's size."""
+    if (result := int(_native.lib().kvx_sys_size(fd))) < 0:
+        raise fault(result, "fstat", path)
+    return result
+
+
+def sys_flock(fd: int, operation: int, path: Path) -> bool:
+    """False where another open file holds the lock and `operation` has LOCK_NB."""
+    result = int(_native.lib().kvx_sys_flock(fd, operation))
+    if result < 0 and result != -errno.EWOULDBLOCK:
+        raise fault(result, "flock", path)
+    return result >= 0
+
+
+def sys_dioalign(fd: int) -> int | None:
+    """What statx asks of direct I/O on this file (the larger of memory and offset); None where it does not say."""
+    memory, offset = _native.C.c_uint32(), _native.C.c_uint32()
+    result = _native.lib().kvx_sys_dioalign(fd, _native.C.byref(memory), _native.C.byref(offset))
+    return max(int(memory.value), int(offset.value)) if result >= 0 else None
+
+
+def _retried(name: str, fd: int, nbytes: int) -> int:
+    while (result := int(getattr(_native.lib(), name)(fd, nbytes))) == -errno.EINTR:
+        pass
+    return result
+
+
+def write_all(fd: int, data: bytes, offset: int, path: Path) -> None:
+    """Writes all of `data` at `offset`, over as many calls as it takes."""
+    moved = 0
+    while moved < len(data):
+        left = data[moved : moved + _CHUNK]
+        result = int(_native.lib().kvx_sys_pwrite(fd, left, len(left), offset + moved))
+        if result == -errno.EINTR:
+            continue
+        if result <= 0:
+            raise fault(result or errno.EIO, f"write: {moved} of {len(data)} bytes at offset {offset:#x}", path)
+        moved += result
+
+
+def read_upto(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
+    """The `nbytes` bytes at `offset`; fewer where the file ends."""
+    parts, moved = [], 0
+    while moved < nbytes:
+        want = min(_CHUNK, nbytes - moved)
+        part = _native.C.create_string_buffer(want)
+        result = int(_native.lib().kvx_sys_pread(fd, part, want, offset + moved))
+        if result == -errno.EINTR:
+            continue
+        if result < 0:
+            raise fault(result, f"read: {moved} of {nbytes} bytes at offset {offset:#x}", path)
+        if result == 0:
+            break
+        parts.append(part.raw[:result])
+        moved += result
+    return b"".join(parts)
+
+
+def read_small(path: Path, limit: int = _CHUNK) -> bytes | None:
+    """A small file's bytes (at most `limit`); None if there is no such file."""
+    try:
+        fd = sys_open(path, os.O_RDONLY)
+    except IOFault as exc:
+        if exc.errno == errno.ENOENT:
+            return None
+        raise
+    try:
+        return read_upto(fd, limit, 0, path)
+    finally:
+        sys_close(fd)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Makes `data` the contents of `path`: the old ones or the new ones survive a crash, never a mixture.
+
+    Raises:
+        IOFault: it failed; the old file is as it was and the temporary one is gone.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    fd = sys_open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        try:
+            write_all(fd, data, 0, temporary)
+            sys_fsync(fd, temporary)
+        finally:
+            sys_close(fd)
+        sys_rename(temporary, path)
+    except IOFault:
+        _native.lib().kvx_sys_unlink(os.fsencode(temporary))
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names in a directory are on the device."""
+    fd = sys_open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        sys_fsync(fd, path)
+    finally:
+        sys_close(fd)

@@ -1,0 +1,267 @@
+"""The native job runner: submit, poll, wait, cancel over `kvx_engine` (section 6 of csrc/kvx.h).
+
+Knows the C structs and nothing of stores: whoever submits says where each chunk's slot is and who it must be.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes as C
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer import _native
+from kvxfer.errors import ForkError, NativeError
+
+STORE, LOAD = _native.STORE, _native.LOAD
+NS = 1_000_000_000
+
+
+class Status(IntEnum):
+    """What became of a chunk. Up to 11 as in kvx.h; the rest are given by the engine."""
+
+    OK = 0
+    PENDING = 1
+    CUT = 2
+    CANCELLED = 3
+    IO = 4
+    TRUNCATED = 5
+    BAD_TRAILER = 6
+    FOREIGN = 7
+    BAD_SUM = 8
+    ABSENT = 9
+    LOST = 10
+    STALLED = 11
+    MISS = 64  # the key is not in the store
+    DROPPED = 65  # a queue was full
+    NO_SPACE = 66  # no slot could be had
+    INDEX = 67  # the index refused the commit
+
+    @property
+    def is_damage(self) -> bool:
+        """Verification failed: the chunk must not be believed again until it is stored again."""
+        return Status.TRUNCATED <= self <= Status.BAD_SUM
+
+
+_MEANING = {
+    Status.CUT: "the deadline came first",
+    Status.CANCELLED: "cancelled",
+    Status.TRUNCATED: "the file ends inside the slot",
+    Status.BAD_TRAILER: "no valid trailer",
+    Status.FOREIGN: "the trailer names another namespace, key, generation or segment",
+    Status.BAD_SUM: "the bytes do not match their checksum",
+    Status.ABSENT: "a requested block is not in the chunk",
+    Status.LOST: "the call outlived io_timeout_s",
+    Status.STALLED: "no thread left: too many calls never returned",
+    Status.MISS: "not in the store",
+    Status.DROPPED: "the queue is full",
+    Status.NO_SPACE: "no slot can be had within capacity_bytes",
+    Status.INDEX: "the index could not be written",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkError:
+    """Why one chunk of a job did not make it. Offsets and sizes in bytes."""
+
+    chunk: int  # index within the job
+    status: Status
+    errno: int = 0
+    segment: int | None = None  # of the slot
+    offset: int = 0  # in the file
+    wanted: int = 0
+    moved: int = 0
+    where: str = ""  # the file
+
+    def __str__(self) -> str:
+        if self.status is Status.IO:
+            text = f"[Errno {self.errno}] {os.strerror(self.errno)}: {self.moved} of {self.wanted} bytes"
+        else:
+            text = _MEANING.get(self.status, self.status.name)
+            if self.status is Status.TRUNCATED:
+                text += f": {self.moved} of {self.wanted} bytes"
+        if self.segment is not None:
+            text += f", segment {self.segment}"
+        if self.wanted:
+            text += f" at offset {self.offset:#x}"
+        return f"chunk {self.chunk}: {text}" + (f": {self.where!r}" if self.where else "")
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """A finished native job."""
+
+    job_id: int
+    direction: int
+    nbytes: int  # payload of the chunks that are OK
+    seconds: float
+    status: NDArray[np.uint8]  # [num_chunks], Status
+    errors: tuple[ChunkError, ...]  # one for each chunk that isn't OK
+
+
+class JobRunner:
+    """Threads that run loads and stores without Python. Not usable in a forked child.
+
+    Thread-safe. `close()` is bounded by its timeout, also where a call never returns.
+    """
+
+    def __init__(
+        self, *, threads: int, io_timeout_s: float, max_lost_threads: int, read_piece_bytes: int = 256 << 10
+    ) -> None:
+        self._lib = _native.lib()
+        self._pid = os.getpid()
+        config = _native.EngineConfigStruct(
+            threads=threads,
+            max_lost_threads=max_lost_threads,
+            io_timeout_ns=int(io_timeout_s * NS),
+            read_piece_bytes=read_piece_bytes,
+        )
+        handle = C.c_void_p()
+        _check(self._lib.kvx_engine_new(C.byref(config), C.byref(handle)), "kvx_engine_new")
+        self._handle = handle
+        weakref.finalize(self, _dispose, self._lib, handle, self._pid).atexit = False
+        _running.add(self)
+
+    def submit(
+        self,
+        job_id: int,
+        direction: int,
+        parts: Sequence[int],
+        records: bytes,
+        block_ids: NDArray[np.int64],
+        digest: bytes,
+        *,
+        deadline_ns: int = 0,
+        part_writes: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Queue a job. Everything is copied before this returns.
+
+        Args:
+            job_id: not in use by another job of this runner that was not polled yet.
+            parts: kvx_mapping handles, all of one slot layout.
+            records: packed kvx_chunk structs, one a chunk, in prefix order.
+            block_ids: [num_chunks, blocks_per_chunk], -1 for an absent block; C-contiguous.
+            digest: 32 bytes.
+            deadline_ns: loads: time.monotonic_ns() at which the gate closes; 0 for none.
+            part_writes: stores: [num_chunks, num_parts], 1 where the part is the elected writer.
+
+        Raises:
+            NativeError: a block id out of range, or the runner was shut down.
+        """
+        self._check_process()
+        handles = (C.c_void_p * len(parts))(*parts)
+        job = _native.Job(
+            job_id=job_id,
+            direction=direction,
+            num_chunks=len(block_ids),
+            num_parts=len(parts),
+            parts=C.cast(handles, C.c_void_p),
+            part_writes=None if part_writes is None else part_writes.ctypes.data,
+            chunks=C.cast(C.c_char_p(records), C.c_void_p),
+            block_ids=block_ids.ctypes.data,
+            namespace_digest=C.cast(C.c_char_p(digest), C.c_void_p),
+            deadline_ns=deadline_ns,
+        )
+        _check(self._lib.kvx_engine_submit(self._handle, C.byref(job)), "kvx_engine_submit")
+
+    def poll(self, direction: int) -> JobOutcome | None:
+        """One finished job, or None. Never blocks."""
+        self._check_process()
+        result = _native.Result()
+        if self._lib.kvx_engine_poll(self._handle, direction, C.byref(result)) != 1:
+            return None
+        status = np.empty(result.num_chunks, np.uint8)
+        errors: tuple[ChunkError, ...] = ()
+        if result.num_ok == result.num_chunks:
+            status[:] = Status.OK
+        else:
+            raw = (_native.ChunkErrorStruct * result.num_chunks)()
+            self._lib.kvx_engine_details(self._handle, result.job_id, status.ctypes.data, raw)
+            errors = tuple(_error(int(c), raw[c]) for c in np.flatnonzero(status))
+        self._lib.kvx_engine_forget(self._handle, result.job_id)
+        return JobOutcome(
+            result.job_id, result.direction, result.nbytes, result.elapsed_ns / NS, status, errors
+        )
+
+    def late(self) -> Iterator[tuple[int, int]]:
+        """(job id, chunk) of stores once reported LOST whose write has returned since: their slots are free again."""
+        job_id, chunk = C.c_uint64(), C.c_uint32()
+        while self._lib.kvx_engine_late(self._handle, C.byref(job_id), C.byref(chunk)) == 1:
+            yield job_id.value, chunk.value
+
+    def wait(self, directions: Sequence[int], timeout_s: float) -> bool:
+        """Block until a job of one of the directions can be polled, or (with STORE) `wake()` was called."""
+        mask = sum(1 << d for d in directions)
+        return bool(self._lib.kvx_engine_wait(self._handle, mask, int(timeout_s * NS)))
+
+    def wake(self) -> None:
+        """End the `wait` of whoever waits for stores."""
+        self._lib.kvx_engine_wake(self._handle)
+
+    def wait_gathered(self, job_id: int, timeout_s: float) -> bool | None:
+        """Block until a store's source blocks may be reused. None where the job isn't known (any more)."""
+        answer = self._lib.kvx_engine_wait_gathered(self._handle, job_id, int(timeout_s * NS))
+        return None if answer < 0 else bool(answer)
+
+    def cancel(self, job_id: int) -> None:
+        """Close the job's gate now; its result follows at once. Unknown ids are ignored."""
+        self._lib.kvx_engine_cancel(self._handle, job_id)
+
+    def stats(self) -> dict[str, int]:
+        """The kvx_stats counters by name."""
+        raw = _native.Stats()
+        self._lib.kvx_engine_stats(self._handle, C.byref(raw))
+        return {name: getattr(raw, name) for name, _ in _native.Stats._fields_}
+
+    def shutdown(self, timeout_s: float) -> int:
+        """Cancel what is queued, wait for calls under way, give the rest up. Results can still be polled.
+
+        Returns:
+            Threads left behind in calls that have not returned.
+        """
+        return int(self._lib.kvx_engine_shutdown(self._handle, int(timeout_s * NS)))
+
+    def abandon(self) -> None:
+        """`shutdown` without waiting, for a process that ends; nothing in a forked child."""
+        if os.getpid() == self._pid:
+            self.shutdown(0)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork of it and has none of its "
+                "threads: open a store and an engine after the fork"
+            )
+
+
+# At exit threads are stopped but handles stay: another thread may be inside a call.
+_running: weakref.WeakSet[JobRunner] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for runner in list(_running):
+        runner.abandon()
+
+
+def _dispose(lib: Any, handle: C.c_void_p, pid: int) -> None:
+    if os.getpid() == pid:
+        lib.kvx_engine_shutdown(handle, 0)
+        lib.kvx_engine_free(handle)
+
+
+def _error(chunk: int, raw: _native.ChunkErrorStruct) -> ChunkError:
+    segment = None if raw.segment == 2**32 - 1 else raw.segment
+    return ChunkError(chunk, Status(raw.status), raw.error, segment, raw.offset, raw.wanted, raw.moved)
+
+
+def _check(answer: int, call: str) -> None:
+    if answer < 0:
+        raise NativeError(f"{call}: [Errno {-answer}] {os.strerror(-answer)}")

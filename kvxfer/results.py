@@ -1,0 +1,124 @@
+"""A job from the moment it is accepted to its one result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvxfer.bitmap import CompletionBitmap
+from kvxfer.errors import LayoutError
+from kvxfer.jobs import ChunkError, JobOutcome, Status
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """How far a job got. Published once for each accepted job.
+
+    A load's bit says that the chunk's bytes were verified and are in the pages; a store's, that the chunk is in the
+    store and can be looked up.
+    """
+
+    job_id: int
+    bitmap: CompletionBitmap  # one bit a key, in the order given
+    nbytes: int  # payload moved; chunks that a store found present moved nothing
+    seconds: float  # from submit to the end
+    errors: tuple[ChunkError, ...] = ()  # why bits are not set; plain misses are not listed
+
+
+@dataclass(slots=True, eq=False)
+class PendingJob:
+    """An accepted job. One thread at a time works on it; it ends when every key has an answer."""
+
+    job_id: int
+    keys: Sequence[bytes]
+    block_ids: NDArray[np.int64]  # [num_keys, blocks_per_chunk]
+    started: float = field(default_factory=time.monotonic)
+    native_id: int = 0  # once it was handed to the runner
+    index: list[int] = field(default_factory=list)  # native chunk -> key
+    unanswered: int = -1  # keys; counted down by arrive() and fail()
+    _bits: int = 0
+    _nbytes: int = 0
+    _errors: list[ChunkError] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.unanswered = len(self.keys)
+
+    def masks(self) -> list[int]:
+        """For each key the set of its blocks that are present: bit b is block b of the chunk."""
+        packed = np.packbits(self.block_ids >= 0, axis=1, bitorder="little")
+        return [int.from_bytes(row.tobytes(), "little") for row in packed]
+
+    def arrive(self, key: int) -> None:
+        """Set the bit of a key."""
+        self._bits |= 1 << key
+        self.unanswered -= 1
+
+    def fail(self, key: int, status: Status) -> None:
+        """Say why a key's bit is not set."""
+        self._errors.append(ChunkError(key, status))
+        self.unanswered -= 1
+
+    def miss(self, key: int) -> None:
+        """The store does not have the key: its bit stays unset, and that is all there is to say."""
+        self.unanswered -= 1
+
+    def take(self, outcome: JobOutcome, where: Sequence[str]) -> None:
+        """Copy what the runner says of this job's native chunks. `where`: the file of each."""
+        self._nbytes += outcome.nbytes
+        for native in np.flatnonzero(outcome.status == Status.OK):
+            self.arrive(self.index[native])
+        for error in outcome.errors:
+            self._errors.append(replace(error, chunk=self.index[error.chunk], where=where[error.chunk]))
+            self.unanswered -= 1
+
+    def withdraw(self, key: int, status: Status) -> None:
+        """Take back a bit that was set."""
+        self._bits &= ~(1 << key)
+        self._errors.append(ChunkError(key, status))
+
+    def fail_rest(self, status: Status) -> bool:
+        """Answer every key that has no answer yet; False where there was none."""
+        known = self._bits | sum(1 << error.chunk for error in self._errors)
+        rest = [key for key in range(len(self.keys)) if not known >> key & 1] if self.unanswered > 0 else []
+        fail_all(self, rest, status)
+        return bool(rest)
+
+    def result(self) -> TransferResult:
+        """The result as things stand."""
+        errors = tuple(sorted(self._errors, key=lambda error: error.chunk))
+        bitmap = CompletionBitmap(len(self.keys), self._bits)
+        return TransferResult(self.job_id, bitmap, self._nbytes, time.monotonic() - self.started, errors)
+
+
+def block_table(block_ids: ArrayLike, num_keys: int, blocks_per_chunk: int, num_blocks: int) -> NDArray[np.int64]:
+    """The block ids of a job as [num_keys, blocks_per_chunk] int64, checked and copied.
+
+    Raises:
+        LayoutError: another shape or type, or an id that is neither -1 nor in 0..num_blocks - 1.
+    """
+    raw = np.asarray(block_ids)
+    if raw.size and not np.issubdtype(raw.dtype, np.integer):
+        raise LayoutError(f"block_ids are {raw.dtype}, want integers")
+    if raw.shape not in ((num_keys, blocks_per_chunk), (num_keys * blocks_per_chunk,)):
+        raise LayoutError(f"block_ids have shape {raw.shape}, want ({num_keys}, {blocks_per_chunk})")
+    ids = np.array(raw, dtype=np.int64, order="C").reshape(num_keys, blocks_per_chunk)
+    if wrong := ids[(ids < -1) | (ids >= num_blocks)].tolist():
+        raise LayoutError(f"block id {wrong[0]} must be in 0..{num_blocks - 1}, or -1 for an absent block")
+    return ids
+
+
+def refuse_repeated(block_ids: NDArray[np.int64]) -> None:
+    """Raises LayoutError where a load would write one block twice."""
+    present = np.sort(block_ids[block_ids >= 0])
+    if len(twice := present[1:][present[1:] == present[:-1]]):
+        raise LayoutError(f"block {twice[0]} is named twice: which bytes it ends with would be left to chance")
+
+
+def fail_all(job: PendingJob, keys: Iterable[int], status: Status) -> None:
+    """`job.fail` for several keys."""
+    for key in keys:
+        job.fail(key, status)

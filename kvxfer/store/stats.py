@@ -1,0 +1,49 @@
+"""What a store tells about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Every reason is there from the start, at zero.
+EVICTION_REASONS = ("capacity", "reclaimed", "index", "shrunk")
+INVALIDATION_REASONS = ("truncated", "bad_trailer", "foreign", "bad_sum", "layout", "other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """Counters since the store was opened, and gauges. Sizes in bytes."""
+
+    # gauges
+    capacity_bytes: int
+    disk_bytes: int  # counted against the capacity: slabs, index, small files, others' files
+    live_bytes: int  # slots that hold an entry
+    entries: int
+    max_entries: int  # what the index can name
+    pinned_entries: int
+    reserved_slots: int
+    quarantined_slots: int  # under a lost write
+    free_slots: int  # in the slabs that exist
+    slabs: int
+    slab_bytes: int
+    index_bytes: int
+    namespaces: int  # registered by this process
+    weight_epoch: int
+    direct: bool
+    mode: str  # how files are opened, and why
+    # counters
+    commits: int
+    replacements: int  # commits that took the place of an entry with fewer blocks
+    duplicates: int  # commits of what was there already
+    failed_commits: int
+    refused_reservations: int  # slots asked for and not given
+    evictions: dict[str, int]
+    invalidations: dict[str, int]
+    slabs_created: int
+    slabs_removed: int
+    slab_errors: int  # slabs that could not be made, opened or removed
+    index_errors: int  # transactions that failed
+    index_conflicts: int  # records that the index had and the table had not
+    index_recoveries: int  # times the index was written anew from the table
+    rebuilds: int  # times the index was rebuilt from the trailers: at most 1, at open
+    rebuild_reason: str
+    namespace_errors: int  # namespace.json files that could not be written

@@ -1,0 +1,354 @@
+"""The process's own picture of the store: which entry has which slot, who holds it, and what is free.
+
+Everything here is memory: no call blocks, and `lock` is held for short, counted steps only. Lookups take no lock at all.
+The order of changes against the index is the store's business (store.py).
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from kvxfer.policy import CachePolicy
+from kvxfer.slot import SlotLayout
+from kvxfer.store.entry import Entry, Reservation, SlotState, pack_chunk
+from kvxfer.store.slab import SlabFile
+from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
+
+Policies = Callable[[], CachePolicy[Entry]]
+_COUNTER_BITS = 32
+
+
+class Generations:
+    """Numbers that are used once: a random 32-bit epoch above a counter. `seen`: epochs that the root shows."""
+
+    def __init__(self, seen: Collection[int]) -> None:
+        self._seen = set(seen)
+        self._draw()
+
+    def _draw(self) -> None:
+        while (epoch := secrets.randbits(32)) == 0 or epoch in self._seen:
+            pass
+        self._seen.add(epoch)
+        self.epoch, self._counter = epoch, 0
+
+    def next(self) -> int:
+        """The next number. After 2^32 - 1 of them the epoch is drawn anew."""
+        if self._counter == (1 << _COUNTER_BITS) - 1:
+            self._draw()
+        self._counter += 1
+        return self.epoch << _COUNTER_BITS | self._counter
+
+
+class SlotClass:
+    """The slabs of one slot layout, and the order in which their entries would go."""
+
+    __slots__ = ("available", "layout", "policy", "rotor", "slabs")
+
+    def __init__(self, layout: SlotLayout, policy: CachePolicy[Entry]) -> None:
+        self.layout = layout
+        self.policy = policy
+        self.slabs: list[SlabFile] = []
+        self.available: list[SlabFile] = []  # with a free slot; the first `writers` of them take turns
+        self.rotor = 0
+
+
+class Table:
+    """Entries by namespace and key. Methods take the lock themselves."""
+
+    def __init__(self, generations: Generations, writers: int, policies: Policies) -> None:
+        self.lock = threading.Lock()
+        self.generations = generations
+        # What lookups see: namespaces registered since the weight epoch began. Written under the lock, read without.
+        self.served: dict[bytes, dict[bytes, Entry]] = {}
+        self.layouts: dict[bytes, SlotLayout] = {}
+        self.classes: dict[SlotLayout, SlotClass] = {}
+        self.entries = self.pinned = self.reserved = self.quarantined = 0
+        self.live_bytes = 0
+        self.evictions = dict.fromkeys(EVICTION_REASONS, 0)
+        self.invalidations = dict.fromkeys(INVALIDATION_REASONS, 0)
+        self._all: dict[bytes, dict[bytes, Entry]] = {}
+        self._doomed: list[Entry] = []  # dead, but the index still names them
+        self._writers = writers
+        self._policies = policies
+        self._tick = 0
+
+    # ---- lookups -----------------------------------------------------------------------------------------
+
+    def leading_run(self, digest: bytes, keys: Iterable[bytes]) -> int:
+        """How many of the first `keys` are there. Takes no lock: a dict answers under the interpreter's own."""
+        table = self.served.get(digest)
+        if table is None:
+            return 0
+        n = 0
+        for key in keys:
+            if key not in table:
+                break
+            n += 1
+        return n
+
+    def find(self, digest: bytes, key: bytes) -> Entry | None:
+        """The entry that lookups see. Takes no lock."""
+        table = self.served.get(digest)
+        return None if table is None else table.get(key)
+
+    def pin(self, digest: bytes, keys: Iterable[bytes]) -> list[Entry | None]:
+        """Pins what is there: its slot keeps its bytes until `unpin`."""
+        table = self.served.get(digest)
+        if table is None:
+            return [None for _ in keys]
+        with self.lock:
+            found = [table.get(key) for key in keys]
+            for entry in found:
+                if entry is not None:
+                    self._pin(entry)
+        return found
+
+    def _pin(self, entry: Entry) -> None:
+        if not entry.record:
+            entry.record = pack_chunk(entry.slab, entry.slot, entry.generation, entry.key)
+        entry.pins += 1
+        if entry.pins == 1:
+            self.classes[entry.slab.layout].policy.pin(entry)
+            entry.slab.held += 1
+            self.pinned += 1
+
+    def unpin(self, entries: Iterable[Entry | None]) -> None:
+        """Gives pins back and counts as a use. Entries that died meanwhile give their slots back here."""
+        with self.lock:
+            for entry in entries:
+                if entry is None or entry.pins == 0:
+                    continue
+                entry.pins -= 1
+                if entry.pins:
+                    continue
+                entry.slab.held -= 1
+                self.pinned -= 1
+                if entry.dead:
+                    self._free_if_unused(entry)
+                else:
+                    self._used(entry)
+                    self.classes[entry.slab.layout].policy.unpin(entry)
+
+    def _used(self, entry: Entry) -> None:
+        self._tick += 1
+        entry.tick = entry.slab.last_used = self._tick
+
+    # ---- namespaces and slabs ----------------------------------------------------------------------------
+
+    def serve(self, digest: bytes, layout: SlotLayout) -> None:
+        """Lets lookups see a namespace. Entries in slots of another layout are dropped: nobody could read them."""
+        with self.lock:
+            table = self._all.setdefault(digest, {})
+            for entry in [entry for entry in table.values() if entry.slab.layout != layout]:
+                self._detach(entry)
+                self._doomed.append(entry)
+                self.invalidations["layout"] += 1
+            self.layouts[digest] = layout
+            self.served[digest] = table
+
+    def serve_nothing(self) -> None:
+        """Hides everything: the weights changed."""
+        with self.lock:
+            self.served.clear()
+            self.layouts.clear()
+
+    def slot_class(self, layout: SlotLayout) -> SlotClass:
+        """The class of a layout, made at its first use."""
+        with self.lock:
+            return self._slot_class(layout)
+
+    def _slot_class(self, layout: SlotLayout) -> SlotClass:
+        if (found := self.classes.get(layout)) is None:
+            found = self.classes[layout] = SlotClass(layout, self._policies())
+        return found
+
+    def attach(self, slab: SlabFile) -> None:
+        """Takes a slab in, with what `slab.occupy` said of its slots."""
+        with self.lock:
+            slab.retired = False
+            slots = self._slot_class(slab.layout)
+            slots.slabs.append(slab)
+            if slab.free_slots:
+                slots.available.append(slab)
+
+    def slabs(self) -> list[SlabFile]:
+        """All slabs."""
+        with self.lock:
+            return [slab for slots in self.classes.values() for slab in slots.slabs]
+
+    def detach_slab(self, slab: SlabFile) -> list[Entry] | None:
+        """Takes a slab out and returns its living entries, taken out too; None if something in it is held."""
+        with self.lock:
+            if slab.held:
+                return None
+            slots = self.classes[slab.layout]
+            slots.slabs.remove(slab)
+            if slab in slots.available:
+                slots.available.remove(slab)
+            slab.retired = True
+            entries = [entry for entry in slab.entries.values() if not entry.dead]
+            for entry in entries:
+                self._detach(entry)
+            return entries
+
+    def coldest_other(self, layout: SlotLayout) -> SlabFile | None:
+        """The slab of another layout whose latest use is longest ago, of those that can be removed."""
+        with self.lock:
+            others = [slots.slabs for slots in self.classes.values() if slots.layout != layout]
+            removable = [slab for slabs in others for slab in slabs if not slab.held and not slab.stuck]
+            return min(removable, key=lambda slab: slab.last_used, default=None)
+
+    def next_victim_tick(self, layout: SlotLayout) -> int | None:
+        """When the first victim of a class was used last; None if it has none."""
+        with self.lock:
+            first = self._slot_class(layout).policy.victims(1)
+            return first[0].tick if first else None
+
+    # ---- slots -------------------------------------------------------------------------------------------
+
+    def take(self, layout: SlotLayout, n: int) -> list[Reservation]:
+        """Up to n free slots, in turns from the first `writers` slabs that have some."""
+        taken = []
+        with self.lock:
+            slots = self._slot_class(layout)
+            available = slots.available
+            while available and len(taken) < n:
+                slots.rotor = (slots.rotor + 1) % min(len(available), self._writers)
+                slab = available[slots.rotor]
+                taken.append(Reservation(slab, slab.take(), self.generations.next()))
+                slab.held += 1
+                if not slab.free_slots:
+                    del available[slots.rotor]
+            self.reserved += len(taken)
+        return taken
+
+    def open_slabs(self, layout: SlotLayout) -> int:
+        """Slabs of a class with a free slot."""
+        with self.lock:
+            return len(self._slot_class(layout).available)
+
+    def release(self, reservations: Iterable[Reservation]) -> None:
+        """Gives slots back, quarantined ones too. Settled ones are left alone."""
+        with self.lock:
+            for reservation in reservations:
+                if reservation.state is not SlotState.SETTLED:
+                    self._settle_reservation(reservation)
+                    self._free(reservation.slab, reservation.slot)
+
+    def quarantine(self, reservation: Reservation) -> None:
+        """Keeps a slot from everybody until it is released."""
+        with self.lock:
+            if reservation.state is SlotState.RESERVED:
+                reservation.state = SlotState.QUARANTINED
+                self.reserved -= 1
+                self.quarantined += 1
+
+    def _settle_reservation(self, reservation: Reservation) -> None:
+        if reservation.state is SlotState.RESERVED:
+            self.reserved -= 1
+        else:
+            self.quarantined -= 1
+        reservation.state = SlotState.SETTLED
+        reservation.slab.held -= 1
+
+    def _free(self, slab: SlabFile, slot: int) -> None:
+        slab.free(slot)
+        if not slab.retired and slab.free_slots == 1:
+            self.classes[slab.layout].available.append(slab)
+
+    # ---- entries come and go -----------------------------------------------------------------------------
+
+    def load(self, entries: Sequence[Entry]) -> None:
+        """Takes in what an earlier process stored, the least recent first. Their slabs know (`occupy`)."""
+        with self.lock:
+            for entry in entries:
+                self._put(entry)
+
+    def _put(self, entry: Entry) -> None:
+        self._all.setdefault(entry.digest, {})[entry.key] = entry
+        entry.slab.entries[entry.slot] = entry
+        self._used(entry)
+        self._slot_class(entry.slab.layout).policy.insert(entry)
+        self.entries += 1
+        self.live_bytes += entry.slab.layout.slot_bytes
+
+    def install(self, entry: Entry, reservation: Reservation) -> bool:
+        """Makes a committed entry visible in the place of what had its key; True if something had."""
+        with self.lock:
+            old = self._all.get(entry.digest, {}).get(entry.key)
+            if old is not None:
+                self._detach(old)
+                old.indexed = False  # the index names the new one by now
+            self._settle_reservation(reservation)
+            self._put(entry)
+            if old is not None:
+                self._free_if_unused(old)
+            return old is not None
+
+    def victims(self, layout: SlotLayout, n: int) -> list[Entry]:
+        """Takes up to n entries out, for `settle` or `reinstate`. Pinned ones never."""
+        with self.lock:
+            chosen = self._slot_class(layout).policy.victims(n)
+            for entry in chosen:
+                self._detach(entry)
+        return chosen
+
+    def doom(self, entry: Entry, reason: str) -> bool:
+        """Takes an entry out whose bytes are no good; False if it is out already. The index hears of it later."""
+        with self.lock:
+            if entry.dead:
+                return False
+            self._detach(entry)
+            self._doomed.append(entry)
+            self.invalidations[reason if reason in self.invalidations else "other"] += 1
+            return True
+
+    def doomed(self, most: int) -> list[Entry]:
+        """Takes up to `most` entries off the list of those that the index still has to forget."""
+        with self.lock:
+            taken, self._doomed = self._doomed[:most], self._doomed[most:]
+            return taken
+
+    def keep_doomed(self, entries: list[Entry]) -> None:
+        """Puts them back on it."""
+        with self.lock:
+            self._doomed = entries + self._doomed
+
+    def settle(self, entries: Iterable[Entry], reason: str | None = None) -> None:
+        """The index has forgotten them: their slots are free when their last pin goes."""
+        with self.lock:
+            for entry in entries:
+                if entry.indexed:
+                    entry.indexed = False
+                    if reason:
+                        self.evictions[reason] += 1
+                    self._free_if_unused(entry)
+
+    def reinstate(self, entries: Iterable[Entry]) -> None:
+        """Undoes `victims`: the index could not be told."""
+        with self.lock:
+            for entry in entries:
+                if entry.dead and entry.slab.entries.get(entry.slot) is entry:
+                    entry.dead = False
+                    self._put(entry)
+
+    def _detach(self, entry: Entry) -> None:
+        entry.dead = True
+        table = self._all[entry.digest]
+        if table.get(entry.key) is entry:
+            del table[entry.key]
+        self.classes[entry.slab.layout].policy.remove(entry)
+        self.entries -= 1
+        self.live_bytes -= entry.slab.layout.slot_bytes
+
+    def _free_if_unused(self, entry: Entry) -> None:
+        if entry.dead and not entry.indexed and not entry.pins and entry.slab.entries.get(entry.slot) is entry:
+            del entry.slab.entries[entry.slot]
+            self._free(entry.slab, entry.slot)
+
+    def everything(self) -> list[Entry]:
+        """All living entries, the namespaces that nobody registered included."""
+        with self.lock:
+            return [entry for table in self._all.values() for entry in table.values()]

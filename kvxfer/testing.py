@@ -1,0 +1,160 @@
+"""Tools to test kvxfer, and programs that use it, against failing storage.
+
+`FaultyIO` acts at the lowest place there is: the table of system calls in libkvx. Nothing in the product knows of it.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvxfer import _native
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One fault that was asked for."""
+
+    index: int
+
+    @property
+    def hits(self) -> int:
+        """Calls that it has hit so far."""
+        return int(_native.lib().kvx_fault_hits(self.index))
+
+
+class FaultyIO:
+    """Makes chosen system calls of this process's stores fail. Leaving the `with` block ends all faults.
+
+    Every method takes the call (`open`, `pread`, `pwrite`, `fallocate`, `ftruncate`, `fsync`, `rename`, ... see
+    `kvxfer._native.OPS`), lets the first `after` matching calls pass and hits the next `times` (None: all). With
+    `offset=(lo, hi)` only preads and pwrites that touch those bytes of their file match.
+
+        with FaultyIO() as io:
+            rule = io.fail("pwrite", errno.ENOSPC, after=3, times=1)
+            ...
+            assert rule.hits == 1
+    """
+
+    def __enter__(self) -> FaultyIO:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _native.lib().kvx_fault_clear()
+
+    def fail(
+        self,
+        op: str,
+        errno: int,
+        *,
+        after: int = 0,
+        times: int | None = None,
+        offset: tuple[int, int] | None = None,
+    ) -> Rule:
+        """The call does nothing and answers `errno`."""
+        return self._add(op, "errno", errno, after, times, offset)
+
+    def short(
+        self,
+        op: str,
+        nbytes: int,
+        *,
+        after: int = 0,
+        times: int | None = None,
+        offset: tuple[int, int] | None = None,
+    ) -> Rule:
+        """The call moves at most `nbytes`; 0 reads as the end of the file."""
+        return self._add(op, "short", nbytes, after, times, offset)
+
+    def delay(
+        self,
+        op: str,
+        seconds: float,
+        *,
+        after: int = 0,
+        times: int | None = None,
+        offset: tuple[int, int] | None = None,
+    ) -> Rule:
+        """The call is made after a pause."""
+        return self._add(op, "delay", int(seconds * 1000), after, times, offset)
+
+    def hang(
+        self, op: str, *, after: int = 0, times: int | None = None, offset: tuple[int, int] | None = None
+    ) -> Rule:
+        """The call does not return before `release()`, or the end of the `with` block."""
+        return self._add(op, "hang", 0, after, times, offset)
+
+    def flip(
+        self,
+        nbyte: int = 0,
+        *,
+        after: int = 0,
+        times: int | None = None,
+        offset: tuple[int, int] | None = None,
+    ) -> Rule:
+        """A pread answers with bit 0 of byte `nbyte` of what it read inverted."""
+        return self._add("pread", "flip", nbyte, after, times, offset)
+
+    def kill(
+        self,
+        op: str,
+        *,
+        before: bool = False,
+        nbytes: int = 0,
+        after: int = 0,
+        offset: tuple[int, int] | None = None,
+    ) -> Rule:
+        """SIGKILL for this process instead of the call, or after it (and after at most `nbytes` of it, if given)."""
+        return self._add(op, "kill_before" if before else "kill_after", nbytes, after, 1, offset)
+
+    def release(self) -> None:
+        """Let every hanging call go on."""
+        _native.lib().kvx_fault_release()
+
+    @staticmethod
+    def calls(op: str) -> int:
+        """Calls of `op` since the process started."""
+        return int(_native.lib().kvx_op_calls(_native.OPS.index(op)))
+
+    @staticmethod
+    def _add(
+        op: str, action: str, arg: int, after: int, times: int | None, offset: tuple[int, int] | None
+    ) -> Rule:
+        if op not in _native.OPS:
+            raise ValueError(f"op={op!r} must be one of {_native.OPS}")
+        low, high = offset or (0, _native.UINT64_MAX)
+        fault = _native.Fault(
+            _native.OPS.index(op), _native.FAULT_ACTIONS[action], arg, after, times or 0, low, high
+        )
+        index = int(_native.lib().kvx_fault_add(C.byref(fault)))
+        if index < 0:
+            raise OSError(-index, "kvx_fault_add")
+        return Rule(index)
+
+
+def assert_bytes_equal(got: ArrayLike, want: ArrayLike, what: str = "bytes") -> None:
+    """Fails naming the first byte that differs, and how many do.
+
+    Args:
+        got, want: arrays of any dtype and the same shape; compared bit for bit (NaN equals itself).
+    """
+    left, right = np.asarray(got), np.asarray(want)
+    assert left.shape == right.shape and left.itemsize == right.itemsize, (
+        f"{what}: {left.dtype} {left.shape} against {right.dtype} {right.shape}"
+    )
+    a = np.ascontiguousarray(left).reshape(-1).view(np.uint8)
+    b = np.ascontiguousarray(right).reshape(-1).view(np.uint8)
+    wrong = np.flatnonzero(a != b)
+    if len(wrong):
+        element = int(wrong[0]) // max(1, left.itemsize)
+        place = np.unravel_index(element, left.shape) if left.ndim else ()
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {len(a)} bytes differ, first at {tuple(int(i) for i in place)}: "
+            f"{a[wrong[0]]:#04x}, want {b[wrong[0]]:#04x}"
+        )

@@ -1,0 +1,160 @@
+"""The store side of the engine: what its one service thread does with queued stores.
+
+Nothing here is called by any other thread, so nothing here is locked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvxfer.errors import KvxferError
+from kvxfer.jobs import STORE, JobOutcome, JobRunner, Status
+from kvxfer.results import PendingJob, fail_all
+from kvxfer.slot import SlotLayout
+from kvxfer.store import Reservation, Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Write:
+    """A key under way to the store, and which other chunks wait for it."""
+
+    mask: int
+    waiters: list[tuple[PendingJob, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A store that the runner has: one slot for each of its chunks."""
+
+    job: PendingJob
+    slots: list[Reservation]
+    masks: list[int]  # of the job's keys
+
+
+class StoreWriter:
+    """Drops what is present, reserves, submits, commits, and calls `finished` once for every planned job."""
+
+    def __init__(
+        self,
+        store: Store,
+        digest: bytes,
+        slot: SlotLayout,
+        runner: JobRunner,
+        handles: Sequence[int],
+        native_ids: Iterator[int],
+        finished: Callable[[PendingJob], None],
+    ) -> None:
+        self._store, self._digest, self._slot = store, digest, slot
+        self._runner, self._handles, self._native_ids, self._finished = runner, handles, native_ids, finished
+        self._flights: dict[int, _Flight] = {}  # by native id
+        self._writes: dict[bytes, _Write] = {}
+        self._lost: dict[tuple[int, int], Reservation] = {}  # slots under writes that have not returned
+
+    @property
+    def idle(self) -> bool:
+        """No store is under way."""
+        return not self._flights
+
+    def start(self, job: PendingJob) -> None:
+        """Start a job: whatever of it has to be written is handed to the runner."""
+        try:
+            self._plan(job)
+        except Exception:  # a defect: the job was accepted, so it must end, and the thread must go on
+            log.exception("a store could not be planned")
+            if job.fail_rest(Status.INDEX):
+                self._finished(job)
+
+    def _plan(self, job: PendingJob) -> None:
+        masks = job.masks()
+        todo: list[int] = []
+        for i, key in enumerate(job.keys):
+            if self._store.contains(self._digest, key, masks[i]):
+                job.arrive(i)
+            elif (write := self._writes.get(key)) is None:
+                self._writes[key] = _Write(masks[i])
+                todo.append(i)
+            elif masks[i] & ~write.mask:
+                job.fail(i, Status.DROPPED)  # fewer of its blocks are on their way just now
+            else:
+                write.waiters.append((job, i))
+        if todo:
+            self._submit(job, todo, masks)
+        elif not job.unanswered:
+            self._finished(job)
+
+    def settle(self) -> None:
+        """Commit what the runner has finished, and take back slots whose lost writes have returned."""
+        while (outcome := self._runner.poll(STORE)) is not None:
+            self._land(self._flights.pop(outcome.job_id), outcome)
+        for lost in self._runner.late():
+            self._store.release([self._lost.pop(lost)])
+
+    def _submit(self, job: PendingJob, todo: list[int], masks: list[int]) -> None:
+        slots: list[Reservation] = []
+        status = Status.NO_SPACE
+        try:
+            slots = self._store.reserve(self._digest, self._slot, len(todo))
+            job.index = todo[: len(slots)]
+            if slots:
+                native = next(self._native_ids)
+                records = b"".join([s.chunk_record(job.keys[i]) for s, i in zip(slots, job.index, strict=True)])
+                ids = job.block_ids[job.index]
+                self._runner.submit(native, STORE, self._handles, records, ids, self._digest)
+                self._flights[native] = _Flight(job, slots, masks)
+                job.native_id = native
+        except KvxferError as exc:  # the index, a new slab, or a runner that was shut down
+            log.warning("a store of %d chunks could not be started: %s", len(todo), exc)
+            self._store.release(slots)
+            job.index, status = [], Status.INDEX
+        for i in todo[len(job.index) :]:
+            job.fail(i, status)
+        self._resolve(job, {job.keys[i]: status for i in todo[len(job.index) :]})
+
+    def _land(self, flight: _Flight, outcome: JobOutcome) -> None:
+        job, slots = flight.job, flight.slots
+        job.take(outcome, [slot.label for slot in slots])
+        written = [n for n, status in enumerate(outcome.status) if status == Status.OK]
+        items = [(job.keys[job.index[n]], slots[n], flight.masks[job.index[n]]) for n in written]
+        try:
+            committed = dict(zip(written, self._store.commit(self._digest, items), strict=True))
+        except KvxferError as exc:  # the store was closed under the engine
+            log.warning("%d written chunks could not be committed: %s", len(items), exc)
+            committed = dict.fromkeys(written, False)
+        unused: list[Reservation] = []
+        answers: dict[bytes, Status] = {}
+        for n, i in enumerate(job.index):
+            status = Status(int(outcome.status[n]))
+            if status is Status.LOST:
+                self._lost[outcome.job_id, n] = slots[n]
+                self._store.quarantine(slots[n])
+            elif status is not Status.OK:
+                unused.append(slots[n])
+            elif not committed[n]:  # commit gave the slot back
+                status = Status.INDEX
+                job.withdraw(i, status)
+            answers[job.keys[i]] = status
+        self._store.release(unused)
+        self._resolve(job, answers)
+
+    def _resolve(self, job: PendingJob, answers: dict[bytes, Status]) -> None:
+        """Tell whoever waits for these keys of `job` what became of them; jobs without open questions end here."""
+        asked = {job: None}  # an ordered set
+        for key, status in answers.items():
+            for waiter, i in self._writes.pop(key).waiters:
+                asked[waiter] = None
+                if status is Status.OK:
+                    waiter.arrive(i)
+                else:
+                    waiter.fail(i, status)
+        for each in asked:
+            if not each.unanswered:
+                self._finished(each)
+
+    def cancel(self, job: PendingJob) -> None:
+        """End a job that was never planned."""
+        fail_all(job, range(len(job.keys)), Status.CANCELLED)
+        self._finished(job)

@@ -1,0 +1,33 @@
+"""What every test gets: no faults left over, room on disk, one torch thread, hypothesis without a clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before anything imports torch: a float32 result must not depend on how many cores a machine has.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from hypothesis import settings
+
+from kvxfer import _native
+
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(autouse=True)
+def no_faults_left() -> Iterator[None]:
+    """Removes every fault rule after a test, and lets hanging calls go. Loads nothing by itself."""
+    yield
+    if _native.lib.cache_info().currsize:
+        _native.lib().kvx_fault_clear()
+
+
+@pytest.fixture
+def tmp_root(tmp_path: Path) -> Path:
+    """Where a store's root can be made; it does not exist yet."""
+    return tmp_path / "root"

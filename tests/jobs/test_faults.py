@@ -1,0 +1,419 @@
+"""Calls that fail, stop short, crawl or never return: what a job makes of them, and what it gives back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvxfer.convert.pages import KVPages
+from kvxfer.errors import ForkError, NativeError
+from kvxfer.jobs import LOAD, STORE, Status
+from kvxfer.layout import row_mapping
+from kvxfer.testing import FaultyIO
+from tests.jobs.rig import GEOMETRY, Rig, expect, poisoned, ranks
+from tests.oracle import Model
+
+MODEL = Model.random(GEOMETRY, 8)
+EACH = [[b] for b in range(8)]
+
+
+@pytest.fixture
+def source() -> list[KVPages]:
+    return ranks(MODEL, "nhd", 2, filled=True)
+
+
+@pytest.fixture
+def target() -> list[KVPages]:
+    return ranks(MODEL, "hnd", 4, filled=False)
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    """Wait for something that another thread brings about."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.002)
+
+
+def slot_range(rig: Rig, slot: int) -> tuple[int, int]:
+    return slot * rig.slot.slot_bytes, (slot + 1) * rig.slot.slot_bytes
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EBADF, errno.ENOMEM])
+def test_a_failing_read_is_a_miss_of_that_chunk(tmp_path: Path, source, target, code: int) -> None:
+    with Rig(tmp_path / "slots", source) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        rule = io.fail("pread", code, offset=slot_range(rig, 3))
+        outcome = rig.load(target, EACH)
+        assert rule.hits == 1
+        (error,) = outcome.errors
+        assert (error.chunk, error.status, error.errno, error.offset) == (3, Status.IO, code, slot_range(rig, 3)[0])
+        assert f"[Errno {code}]" in str(error) and f"0 of {rig.slot.slot_bytes} bytes" in str(error)
+        stats = rig.runner.stats()
+        assert stats["io_errors"] == 1
+        assert stats["chunks_verified"] == 7, "an errno says nothing about the bytes"
+    expect(MODEL, "hnd", target, [b for b in range(8) if b != 3])
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+def test_a_failing_write_is_reported_with_its_count(tmp_path: Path, source, code: int) -> None:
+    with Rig(tmp_path / "slots", source) as rig, FaultyIO() as io:
+        io.short("pwrite", 4096, times=1, offset=slot_range(rig, 2))
+        io.fail("pwrite", code, offset=slot_range(rig, 2))
+        outcome = rig.store(source, EACH)
+        (error,) = outcome.errors
+        assert (error.chunk, error.status, error.errno, error.moved) == (2, Status.IO, code, 4096)
+        assert error.wanted == rig.slot.slot_bytes
+        assert rig.runner.stats()["chunks_stored"] == 7
+
+
+def test_a_thousand_errors_in_a_row_cost_nothing_but_themselves(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        rule = io.fail("pread", errno.EIO, times=1000)
+        for _ in range(125):
+            assert set(rig.load(target, EACH).status.tolist()) == {Status.IO}
+        assert rule.hits == 1000 and poisoned(target)
+        assert not rig.load(target, EACH).status.any()
+        stats = rig.runner.stats()
+        assert (stats["busy_threads"], stats["lost_threads"], stats["leaked_bytes"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("most", [1, 100, 4096])
+def test_short_transfers_are_looped(tmp_path: Path, source, target, most: int) -> None:
+    if most == 1:
+        source, target = ranks(MODEL, "nhd", 2, filled=True), ranks(MODEL, "hnd", 4, filled=False)
+    with Rig(tmp_path / "slots", source) as rig, FaultyIO() as io:
+        times = 3000 if most == 1 else None
+        writes, reads = io.short("pwrite", most, times=times), io.short("pread", most, times=times)
+        assert not rig.store(source, EACH).status.any()
+        assert not rig.load(target, EACH).status.any()
+        assert writes.hits > 8 and reads.hits > 8
+    expect(MODEL, "hnd", target, range(8))
+
+
+def test_a_write_that_stops_at_nothing_is_an_error(tmp_path: Path, source) -> None:
+    with Rig(tmp_path / "slots", source) as rig, FaultyIO() as io:
+        io.short("pwrite", 0, offset=slot_range(rig, 1))
+        (error,) = rig.store(source, EACH).errors
+        assert (error.chunk, error.status) == (1, Status.IO)
+
+
+def test_damage_on_the_way_is_found(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        rule = io.flip(99, times=1, offset=slot_range(rig, 6))
+        outcome = rig.load(target, EACH)
+        assert rule.hits == 1 and outcome.status[6] == Status.BAD_SUM
+        assert rig.runner.stats()["bad_sum"] == 1
+        assert not rig.load(target, [[6]], chunks=[6]).status.any(), "the disk has the right bytes"
+
+
+def test_no_memory_for_staging_fails_the_chunk_only(tmp_path: Path, source) -> None:
+    with Rig(tmp_path / "slots", source, threads=1) as rig, FaultyIO() as io:
+        io.fail("mmap", errno.ENOMEM, times=1)
+        outcome = rig.store(source, EACH)
+        assert [(e.chunk, e.errno) for e in outcome.errors] == [(0, errno.ENOMEM)]
+
+
+# ---- deadlines ------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_cuts_a_read_that_never_returns(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        rule = io.hang("pread", times=1, offset=slot_range(rig, 4))
+        start = time.monotonic()
+        outcome = rig.load(target, EACH, deadline_s=0.3)
+        assert 0.25 < time.monotonic() - start < 5
+        assert rule.hits == 1
+        assert [(e.chunk, e.status) for e in outcome.errors] == [(4, Status.CUT)]
+        assert rig.runner.stats()["deadline_cuts"] == 1
+        expect(MODEL, "hnd", target, [b for b in range(8) if b != 4])
+        io.release()
+        until(lambda: rig.runner.stats()["busy_threads"] == 0, "the thread comes back")
+        expect(MODEL, "hnd", target, [b for b in range(8) if b != 4])  # its bytes came too late for anybody
+        assert not rig.load(target, EACH).status.any()
+
+
+def test_a_cut_keeps_the_longest_prefix(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source, threads=2) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        io.delay("pread", 0.05)
+        outcome = rig.load(target, EACH, deadline_s=0.13)
+        arrived = [c for c, status in enumerate(outcome.status) if status == Status.OK]
+        assert 2 <= len(arrived) <= 6
+        assert arrived == list(range(len(arrived))), "reads are issued in prefix order"
+    expect(MODEL, "hnd", target, arrived)
+
+
+def test_a_deadline_that_has_passed_reads_nothing(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source) as rig:
+        rig.store(source, EACH)
+        before = FaultyIO.calls("pread")
+        assert set(rig.load(target, EACH, deadline_s=-1).status.tolist()) == {Status.CUT}
+        assert FaultyIO.calls("pread") == before and poisoned(target)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_nothing_is_written_after_the_result(tmp_path: Path, source, target, live: bool) -> None:
+    """Deadlines all over the time that a load takes: the pages hold exactly what the result says, and stay so."""
+    with Rig(tmp_path / "slots", source, threads=2, live=live, read_piece_bytes=4096) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        io.delay("pread", 0.002)
+        seen = set()
+        for step in range(40):
+            for mine in target:
+                for tensor in mine.tensors:
+                    tensor[:] = 0xA5
+            outcome = rig.load(target, EACH, deadline_s=0.001 * step)
+            snapshot = [tensor.copy() for mine in target for tensor in mine.tensors]
+            arrived = [c for c, status in enumerate(outcome.status) if status == Status.OK]
+            seen.add(len(arrived))
+            if live:
+                expect(MODEL, "hnd", target, arrived)
+            until(lambda: rig.runner.stats()["busy_threads"] == 0, "threads come back")
+            after = [tensor for mine in target for tensor in mine.tensors]
+            assert all(np.array_equal(a, b) for a, b in zip(snapshot, after, strict=True))
+        assert len(seen) > 2, f"every deadline gave the same answer: {seen}"
+
+
+def test_cancel_answers_at_once(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        rule = io.hang("pread")
+        job = rig.submit(LOAD, target, EACH)
+        until(lambda: rule.hits == 2, "both threads hang")
+        rig.runner.cancel(job)
+        assert set(rig.finish(LOAD, 1.0).status.tolist()) == {Status.CANCELLED}
+        io.release()
+    assert poisoned(target)
+
+
+# ---- calls that never return -----------------------------------------------------------------------------------
+
+
+def test_a_lost_read_is_given_up_and_its_thread_replaced(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source, threads=1, io_timeout_s=0.1) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        io.hang("pread", times=1, offset=slot_range(rig, 0))
+        outcome = rig.load(target, EACH)
+        assert [(e.chunk, e.status) for e in outcome.errors] == [(0, Status.LOST)]
+        stats = rig.runner.stats()
+        assert (stats["lost_calls"], stats["lost_threads"]) == (1, 1) and stats["leaked_bytes"] >= rig.slot.slot_bytes
+        expect(MODEL, "hnd", target, range(1, 8))
+        io.release()
+        until(lambda: rig.runner.stats()["late_returns"] == 1, "the call returns")
+        stats = rig.runner.stats()
+        assert (stats["lost_threads"], stats["leaked_bytes"]) == (0, 0)
+        expect(MODEL, "hnd", target, range(1, 8))
+        assert not rig.load(target, EACH).status.any()
+
+
+def test_a_lost_write_keeps_its_slot_until_it_returns(tmp_path: Path, source) -> None:
+    with Rig(tmp_path / "slots", source, threads=2, io_timeout_s=0.1) as rig, FaultyIO() as io:
+        io.hang("pwrite", times=1, offset=slot_range(rig, 3))
+        outcome = rig.store(source, EACH)
+        assert [(e.chunk, e.status) for e in outcome.errors] == [(3, Status.LOST)]
+        assert list(rig.runner.late()) == []
+        io.release()
+        late: list[tuple[int, int]] = []
+        until(lambda: bool(late.extend(rig.runner.late()) or late), "the write returns")
+        assert late == [(outcome.job_id, 3)]
+
+
+def test_when_no_thread_is_left_jobs_still_end(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source, threads=2, io_timeout_s=0.1, max_lost_threads=0) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        io.hang("pread")
+        outcome = rig.load(target, EACH)
+        assert sorted(set(outcome.status.tolist())) == [Status.LOST, Status.STALLED]
+        assert set(rig.load(target, EACH).status.tolist()) == {Status.STALLED}
+        io.release()
+        until(lambda: rig.runner.stats()["lost_threads"] == 0, "the threads take their places again")
+        assert not rig.load(target, EACH).status.any()
+    expect(MODEL, "hnd", target, range(8))
+
+
+@pytest.mark.parametrize("direction, op", [(LOAD, "pread"), (STORE, "pwrite")])
+def test_shutdown_is_bounded_while_calls_hang(tmp_path: Path, source, target, direction: int, op: str) -> None:
+    with Rig(tmp_path / "slots", source, threads=2) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        rule = io.hang(op)
+        rig.submit(direction, source if direction == STORE else target, EACH)
+        stuck = 2 if direction == LOAD else 1  # stores leave a thread to the loads
+        until(lambda: rule.hits == stuck, "threads hang")
+        start = time.monotonic()
+        assert rig.runner.shutdown(0.2) == stuck
+        assert 0.15 < time.monotonic() - start < 2
+        status = rig.finish(direction).status
+        assert sorted(status.tolist()) == [Status.CANCELLED] * (8 - stuck) + [Status.LOST] * stuck
+        with pytest.raises(NativeError, match="shutdown"):
+            rig.submit(LOAD, target, EACH)
+        io.release()
+        until(lambda: rig.runner.stats()["lost_threads"] == 0, "the threads leave")
+    assert poisoned(target)
+
+
+# ---- order ------------------------------------------------------------------------------------------------------
+
+
+def test_loads_go_ahead_of_stores_that_came_first(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source, threads=1) as rig, FaultyIO() as io:
+        rig.store(source, EACH[:4], chunks=range(4))
+        first = io.hang("pwrite", times=1)
+        rig.submit(STORE, source, EACH[:1], chunks=[0])
+        until(lambda: first.hits == 1, "the only thread is held")
+        rig.submit(STORE, source, EACH[4:], chunks=range(4, 8))
+        rig.submit(LOAD, target, EACH[1:4], chunks=range(1, 4))
+        written = FaultyIO.calls("pwrite")
+        io.delay("pwrite", 0.05)
+        io.release()
+        assert not rig.finish(LOAD).status.any()
+        assert FaultyIO.calls("pwrite") <= written + 1, "a load waited for stores that were only queued"
+        rig.finish(STORE)
+        rig.finish(STORE)
+
+
+def test_slow_stores_leave_a_thread_for_loads(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source, threads=4) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        rule = io.hang("pwrite")
+        rig.submit(STORE, source, EACH)
+        until(lambda: rule.hits == 3, "three of four threads store")
+        assert not rig.load(target, EACH).status.any()
+        assert rule.hits == 3
+        io.release()
+        rig.finish(STORE)
+
+
+def test_source_blocks_are_free_before_the_write_is_done(tmp_path: Path, source) -> None:
+    with Rig(tmp_path / "slots", source, threads=2) as rig, FaultyIO() as io:
+        rule = io.hang("pwrite")
+        job = rig.submit(STORE, source, [[0]])
+        until(lambda: rule.hits == 1, "the write hangs")
+        assert rig.runner.wait_gathered(job, 1.0) is True
+        more = rig.submit(STORE, source, [[1], [2]], chunks=[1, 2])
+        assert rig.runner.wait_gathered(more, 0.05) is False, "its thread hangs in the other job's write"
+        io.release()
+        rig.finish(STORE)
+        rig.finish(STORE)
+        assert rig.runner.wait_gathered(12345, 0.0) is None
+
+
+def test_submit_does_not_wait_for_slow_storage(tmp_path: Path, source) -> None:
+    with Rig(tmp_path / "slots", source, threads=2) as rig, FaultyIO() as io:
+        io.delay("pwrite", 0.05, times=20)
+        longest = 0.0
+        for _ in range(200):
+            start = time.perf_counter()
+            rig.submit(STORE, source, [[0]])
+            longest = max(longest, time.perf_counter() - start)
+        for _ in range(200):
+            assert not rig.finish(STORE).status.any()
+        assert longest < 0.05
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_says_so(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source) as rig:
+        rig.store(source, EACH)
+        reader, writer = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                rig.submit(LOAD, target, EACH)
+                os.write(writer, b"submitted")
+            except ForkError as exc:
+                os.write(writer, str(exc).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        said = os.read(reader, 4096).decode()
+        assert f"process {child} is a fork" in said
+        assert not rig.load(target, EACH).status.any()
+
+
+def test_exit_without_close_ends_the_process(tmp_path: Path) -> None:
+    """Threads in a call that never returns do not keep a process from ending."""
+    script = textwrap.dedent(
+        f"""
+        import sys, pathlib, time
+        from tests.jobs import rig as r
+        from kvxfer.testing import FaultyIO
+        model = r.Model.random(r.GEOMETRY, 4)
+        pages = r.ranks(model, "nhd", 1, filled=True)
+        rig = r.Rig(pathlib.Path({str(tmp_path / "slots")!r}), pages)
+        rig.store(pages, [[0], [1]])
+        rule = FaultyIO().hang("pread")
+        rig.submit(r.LOAD, pages, [[0], [1]])
+        while rule.hits < 2: time.sleep(0.01)
+        print("hanging", flush=True)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "hanging\n" and done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_sigkill_in_a_write_leaves_no_believable_chunk(tmp_path: Path, before: bool, target) -> None:
+    script = textwrap.dedent(
+        f"""
+        import pathlib
+        from tests.jobs import rig as r
+        from kvxfer.testing import FaultyIO
+        model = r.Model.random(r.GEOMETRY, 8)
+        pages = r.ranks(model, "nhd", 2, filled=True)
+        rig = r.Rig(pathlib.Path({str(tmp_path / "slots")!r}), pages, threads=1)
+        FaultyIO().kill("pwrite", before={before}, nbytes=5000, after=3)
+        rig.store(pages, [[b] for b in range(8)])
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with Rig(tmp_path / "slots", target) as rig:
+        outcome = rig.load(target, EACH)
+        torn = Status.TRUNCATED
+        assert outcome.status.tolist() == [0, 0, 0, torn, torn, torn, torn, torn]
+    expect(MODEL, "hnd", target, range(3))
+
+
+def test_many_jobs_at_once_from_many_threads(tmp_path: Path, source) -> None:
+    """Loads into disjoint targets, submitted and polled from several threads: every job ends once, with the right bytes."""
+    rows = np.random.default_rng(3).integers(0, 256, (32, 9000), dtype=np.uint8)
+    pages = KVPages(row_mapping(9000), [rows], 32)
+    with Rig(tmp_path / "slots", [pages], threads=4, live=False) as rig:
+        rig.store([pages], [[b] for b in range(32)])
+        back = [np.zeros_like(rows) for _ in range(4)]
+        targets = [KVPages(row_mapping(9000), [b], 32) for b in back]
+        ended: list[int] = []
+        lock = threading.Lock()
+
+        def work(target: KVPages) -> None:
+            for first in range(0, 32, 4):
+                with lock:
+                    rig.submit(LOAD, [target], [[b] for b in range(first, first + 4)], chunks=range(first, first + 4))
+            while len(ended) < 32:
+                if (outcome := rig.runner.poll(LOAD)) is not None:
+                    assert not outcome.status.any()
+                    ended.append(outcome.job_id)
+
+        threads = [threading.Thread(target=work, args=(t,)) for t in targets]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert sorted(ended) == list(range(2, 34))
+    assert all(np.array_equal(b, rows) for b in back)
