@@ -37,7 +37,7 @@ check: install ## format, lint, types, floors
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
 
 format: install ## rewrite the sources as check wants them

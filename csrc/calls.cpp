@@ -1,4 +1,4 @@
-// System calls: the C library's table, the faulty table over it, and counted files.
+// System calls: the C library's table, the faulty table over it, and the plain calls.
 #include "calls.h"
 
 #include <fcntl.h>
@@ -25,21 +25,15 @@
 namespace kvx {
 namespace {
 
-int or_errno(int result) {
-  return result < 0 ? -errno : result;
-}
-int64_t or_errno(ssize_t result) {
-  return result < 0 ? -errno : result;
-}
+int or_errno(int result) { return result < 0 ? -errno : result; }
+int64_t or_errno(ssize_t result) { return result < 0 ? -errno : result; }
 
 // ---- the C library's table --------------------------------------------------------------------------------
 
 int libc_open(const char *path, int flags, int mode) {
   return or_errno(::open(path, flags | O_CLOEXEC, mode));
 }
-int libc_close(int fd) {
-  return or_errno(::close(fd));
-}
+int libc_close(int fd) { return or_errno(::close(fd)); }
 int64_t libc_pread(int fd, void *buf, uint64_t n, uint64_t offset) {
   return or_errno(::pread(fd, buf, n, static_cast<off_t>(offset)));
 }
@@ -49,20 +43,17 @@ int64_t libc_pwrite(int fd, const void *buf, uint64_t n, uint64_t offset) {
 int libc_fallocate(int fd, uint64_t length) {
   return or_errno(::fallocate(fd, 0, 0, static_cast<off_t>(length)));
 }
-int libc_ftruncate(int fd, uint64_t length) {
-  return or_errno(::ftruncate(fd, static_cast<off_t>(length)));
-}
-int libc_fsync(int fd) {
-  return or_errno(::fsync(fd));
-}
+int libc_ftruncate(int fd, uint64_t length) { return or_errno(::ftruncate(fd, static_cast<off_t>(length))); }
+int libc_fsync(int fd) { return or_errno(::fsync(fd)); }
 int64_t libc_size(int fd) {
   struct ::stat status;
   return ::fstat(fd, &status) < 0 ? -errno : static_cast<int64_t>(status.st_size);
 }
 
-// The kernel's struct statx, as far as it is read here; spelt out because the C library's headers may be older.
-constexpr uint32_t kDioAlign = 0x2000;   // STATX_DIOALIGN
-constexpr int kEmptyPath = 0x1000;       // AT_EMPTY_PATH
+// The kernel's struct statx, as far as it is read here; spelt out because the C library's headers may be
+// older.
+constexpr uint32_t kDioAlign = 0x2000;  // STATX_DIOALIGN
+constexpr int kEmptyPath = 0x1000;      // AT_EMPTY_PATH
 struct StatxDio {
   uint32_t mask;
   uint8_t before[148];
@@ -83,18 +74,10 @@ int libc_dioalign(int fd, uint32_t *memory_align, uint32_t *offset_align) {
   *offset_align = found.offset_align;
   return 0;
 }
-int libc_unlink(const char *path) {
-  return or_errno(::unlink(path));
-}
-int libc_rename(const char *from, const char *to) {
-  return or_errno(::rename(from, to));
-}
-int libc_mkdir(const char *path, int mode) {
-  return or_errno(::mkdir(path, static_cast<mode_t>(mode)));
-}
-int libc_flock(int fd, int operation) {
-  return or_errno(::flock(fd, operation));
-}
+int libc_unlink(const char *path) { return or_errno(::unlink(path)); }
+int libc_rename(const char *from, const char *to) { return or_errno(::rename(from, to)); }
+int libc_mkdir(const char *path, int mode) { return or_errno(::mkdir(path, static_cast<mode_t>(mode))); }
+int libc_flock(int fd, int operation) { return or_errno(::flock(fd, operation)); }
 int libc_mmap(uint64_t length, void **out) {
   void *address = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (address == MAP_FAILED) return -errno;
@@ -102,8 +85,8 @@ int libc_mmap(uint64_t length, void **out) {
   return 0;
 }
 
-constexpr Calls kLibc = {libc_open,  libc_close, libc_pread,    libc_pwrite, libc_fallocate,
-                         libc_ftruncate, libc_fsync, libc_size, libc_dioalign, libc_unlink,
+constexpr Calls kLibc = {libc_open,      libc_close, libc_pread, libc_pwrite,   libc_fallocate,
+                         libc_ftruncate, libc_fsync, libc_size,  libc_dioalign, libc_unlink,
                          libc_rename,    libc_mkdir, libc_flock, libc_mmap};
 
 // ---- fault rules ------------------------------------------------------------------------------------------
@@ -134,18 +117,24 @@ bool valid(const kvx_fault &rule) {
   const bool moves = rule.op == KVX_OP_PREAD || rule.op == KVX_OP_PWRITE;
   if (rule.op < 0 || rule.op >= KVX_OP_COUNT) return false;
   switch (rule.action) {
-    case KVX_FAULT_ERRNO: return rule.arg > 0 && rule.arg < 4096;
-    case KVX_FAULT_SHORT: return moves;
-    case KVX_FAULT_FLIP: return rule.op == KVX_OP_PREAD;
+    case KVX_FAULT_ERRNO:
+      return rule.arg > 0 && rule.arg < 4096;
+    case KVX_FAULT_SHORT:
+      return moves;
+    case KVX_FAULT_FLIP:
+      return rule.op == KVX_OP_PREAD;
     case KVX_FAULT_DELAY:
     case KVX_FAULT_HANG:
     case KVX_FAULT_KILL_BEFORE:
-    case KVX_FAULT_KILL_AFTER: return true;
-    default: return false;
+    case KVX_FAULT_KILL_AFTER:
+      return true;
+    default:
+      return false;
   }
 }
 
 bool in_range(const kvx_fault &rule, uint64_t offset, uint64_t n) {
+  if (n == 0 || rule.offset_lo >= rule.offset_hi) return false;
   uint64_t end;
   if (__builtin_add_overflow(offset, n, &end)) end = UINT64_MAX;
   return end > rule.offset_lo && (offset < rule.offset_hi || rule.offset_hi == UINT64_MAX);
@@ -186,13 +175,23 @@ template <class Call>
 auto faulty(const Verdict &verdict, Call call) -> decltype(call(uint64_t{0})) {
   const kvx_fault &rule = verdict.fault;
   switch (rule.action) {
-    case KVX_FAULT_ERRNO: return -static_cast<int>(rule.arg);
-    case KVX_FAULT_SHORT: return call(rule.arg);
-    case KVX_FAULT_DELAY: std::this_thread::sleep_for(std::chrono::milliseconds(rule.arg)); break;
-    case KVX_FAULT_HANG: hang(verdict.releases); break;
-    case KVX_FAULT_KILL_BEFORE: die();
-    case KVX_FAULT_KILL_AFTER: call(rule.arg > 0 ? rule.arg : UINT64_MAX); die();
-    default: break;
+    case KVX_FAULT_ERRNO:
+      return -static_cast<int>(rule.arg);
+    case KVX_FAULT_SHORT:
+      return call(rule.arg);
+    case KVX_FAULT_DELAY:
+      std::this_thread::sleep_for(std::chrono::milliseconds(rule.arg));
+      break;
+    case KVX_FAULT_HANG:
+      hang(verdict.releases);
+      break;
+    case KVX_FAULT_KILL_BEFORE:
+      die();
+    case KVX_FAULT_KILL_AFTER:
+      call(rule.arg > 0 ? rule.arg : UINT64_MAX);
+      die();
+    default:
+      break;
   }
   return call(UINT64_MAX);
 }
@@ -202,8 +201,8 @@ auto plain(int op, Call call) -> decltype(call()) {
   return faulty(decide(op, false, 0, 0), [&](uint64_t) { return call(); });
 }
 
-// A transfer cut short at any byte. O_DIRECT refuses odd lengths, so the piece goes through a second description
-// of the file that has not the flag.
+// A transfer cut short at any byte. O_DIRECT refuses odd lengths, so the piece goes through a second
+// description of the file that has not the flag.
 class Buffered {
  public:
   Buffered(int fd, int flags) {
@@ -251,7 +250,8 @@ int64_t faulty_pread(int fd, void *buf, uint64_t n, uint64_t offset) {
   return got;
 }
 int64_t faulty_pwrite(int fd, const void *buf, uint64_t n, uint64_t offset) {
-  return faulty(decide(KVX_OP_PWRITE, true, offset, n), [&](uint64_t limit) { return cut_pwrite(fd, buf, n, offset, limit); });
+  return faulty(decide(KVX_OP_PWRITE, true, offset, n),
+                [&](uint64_t limit) { return cut_pwrite(fd, buf, n, offset, limit); });
 }
 int faulty_fallocate(int fd, uint64_t length) {
   return plain(KVX_OP_FALLOCATE, [&] { return libc_fallocate(fd, length); });
@@ -284,8 +284,8 @@ int faulty_mmap(uint64_t length, void **out) {
   return plain(KVX_OP_MMAP, [&] { return libc_mmap(length, out); });
 }
 
-constexpr Calls kFaulty = {faulty_open,  faulty_close, faulty_pread, faulty_pwrite, faulty_fallocate,
-                           faulty_ftruncate, faulty_fsync, faulty_size, faulty_dioalign, faulty_unlink,
+constexpr Calls kFaulty = {faulty_open,      faulty_close, faulty_pread, faulty_pwrite,   faulty_fallocate,
+                           faulty_ftruncate, faulty_fsync, faulty_size,  faulty_dioalign, faulty_unlink,
                            faulty_rename,    faulty_mkdir, faulty_flock, faulty_mmap};
 
 }  // namespace
@@ -295,61 +295,7 @@ const Calls &calls(kvx_op op) {
   return *g_table.load(std::memory_order_acquire);
 }
 
-void unmap(void *address, uint64_t length) {
-  ::munmap(address, length);
-}
-
-// ---- files ------------------------------------------------------------------------------------------------
-
-void file_unref(kvx_file *file) {
-  if (file->references.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  calls(KVX_OP_CLOSE).close(file->fd);
-  delete file;
-}
-
-namespace {
-
-// The power of two that a direct request is aligned to, or 1 where a transfer may go on from any byte.
-uint64_t boundary(const kvx_file *file, const void *buf, uint64_t n, uint64_t offset) {
-  if (!file->direct) return 1;
-  const uint64_t bits = reinterpret_cast<uintptr_t>(buf) | n | offset | (uint64_t{1} << 16);
-  return bits & (~bits + 1);
-}
-
-// Loops `call(done, length)` over [0, n). Returns what was moved, or -errno with *moved set.
-template <class Call>
-int64_t transfer(uint64_t n, uint64_t align, uint64_t *moved, Call call) {
-  uint64_t done = 0;   // moved for certain
-  uint64_t start = 0;  // where the next call begins: <= done
-  *moved = 0;
-  while (done < n) {
-    const uint64_t length = n - start < kMaxTransfer ? n - start : kMaxTransfer;
-    const int64_t got = call(start, length);
-    if (got == -EINTR) continue;
-    if (got < 0) return got;
-    const uint64_t end = start + static_cast<uint64_t>(got);
-    if (end <= done) break;
-    *moved = done = end;
-    start = done < n ? done & ~(align - 1) : done;
-  }
-  return static_cast<int64_t>(done);
-}
-
-}  // namespace
-
-int64_t file_pread(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved) {
-  return transfer(n, boundary(file, buf, n, offset), moved, [&](uint64_t start, uint64_t length) {
-    return calls(KVX_OP_PREAD).pread(file->fd, static_cast<uint8_t *>(buf) + start, length, offset + start);
-  });
-}
-
-int64_t file_pwrite(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved) {
-  const int64_t done = transfer(n, boundary(file, buf, n, offset), moved, [&](uint64_t start, uint64_t length) {
-    return calls(KVX_OP_PWRITE)
-        .pwrite(file->fd, static_cast<const uint8_t *>(buf) + start, length, offset + start);
-  });
-  return done >= 0 && static_cast<uint64_t>(done) < n ? -EIO : done;
-}
+void unmap(void *address, uint64_t length) { ::munmap(address, length); }
 
 }  // namespace kvx
 
@@ -399,66 +345,24 @@ uint64_t kvx_op_calls(int op) {
   return op >= 0 && op < KVX_OP_COUNT ? kvx::g_calls[op].load(std::memory_order_relaxed) : 0;
 }
 
-int kvx_sys_open(const char *path, int flags, int mode) {
-  return calls(KVX_OP_OPEN).open(path, flags, mode);
-}
-int kvx_sys_close(int fd) {
-  return calls(KVX_OP_CLOSE).close(fd);
-}
+int kvx_sys_open(const char *path, int flags, int mode) { return calls(KVX_OP_OPEN).open(path, flags, mode); }
+int kvx_sys_close(int fd) { return calls(KVX_OP_CLOSE).close(fd); }
 int64_t kvx_sys_pread(int fd, void *buf, uint64_t n, uint64_t offset) {
   return calls(KVX_OP_PREAD).pread(fd, buf, n < kvx::kMaxTransfer ? n : kvx::kMaxTransfer, offset);
 }
 int64_t kvx_sys_pwrite(int fd, const void *buf, uint64_t n, uint64_t offset) {
   return calls(KVX_OP_PWRITE).pwrite(fd, buf, n < kvx::kMaxTransfer ? n : kvx::kMaxTransfer, offset);
 }
-int kvx_sys_fallocate(int fd, uint64_t length) {
-  return calls(KVX_OP_FALLOCATE).fallocate(fd, length);
-}
-int kvx_sys_ftruncate(int fd, uint64_t length) {
-  return calls(KVX_OP_FTRUNCATE).ftruncate(fd, length);
-}
-int kvx_sys_fsync(int fd) {
-  return calls(KVX_OP_FSYNC).fsync(fd);
-}
-int64_t kvx_sys_size(int fd) {
-  return calls(KVX_OP_FSTAT).size(fd);
-}
-int kvx_sys_unlink(const char *path) {
-  return calls(KVX_OP_UNLINK).unlink(path);
-}
-int kvx_sys_rename(const char *from, const char *to) {
-  return calls(KVX_OP_RENAME).rename(from, to);
-}
-int kvx_sys_mkdir(const char *path, int mode) {
-  return calls(KVX_OP_MKDIR).mkdir(path, mode);
-}
-int kvx_sys_flock(int fd, int operation) {
-  return calls(KVX_OP_FLOCK).flock(fd, operation);
-}
+int kvx_sys_fallocate(int fd, uint64_t length) { return calls(KVX_OP_FALLOCATE).fallocate(fd, length); }
+int kvx_sys_ftruncate(int fd, uint64_t length) { return calls(KVX_OP_FTRUNCATE).ftruncate(fd, length); }
+int kvx_sys_fsync(int fd) { return calls(KVX_OP_FSYNC).fsync(fd); }
+int64_t kvx_sys_size(int fd) { return calls(KVX_OP_FSTAT).size(fd); }
+int kvx_sys_unlink(const char *path) { return calls(KVX_OP_UNLINK).unlink(path); }
+int kvx_sys_rename(const char *from, const char *to) { return calls(KVX_OP_RENAME).rename(from, to); }
+int kvx_sys_mkdir(const char *path, int mode) { return calls(KVX_OP_MKDIR).mkdir(path, mode); }
+int kvx_sys_flock(int fd, int operation) { return calls(KVX_OP_FLOCK).flock(fd, operation); }
 int kvx_sys_dioalign(int fd, uint32_t *memory_align, uint32_t *offset_align) {
   return calls(KVX_OP_FSTAT).dioalign(fd, memory_align, offset_align);
-}
-
-kvx_file *kvx_file_adopt(int fd, const char *label, int direct) {
-  try {
-    return new kvx_file{fd, direct != 0, label != nullptr ? label : "", {1}};
-  } catch (const std::bad_alloc &) {
-    return nullptr;
-  }
-}
-
-void kvx_file_release(kvx_file *file) {
-  if (file != nullptr) kvx::file_unref(file);
-}
-
-int64_t kvx_file_pread(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved) {
-  uint64_t ignored;
-  return kvx::file_pread(file, buf, n, offset, moved != nullptr ? moved : &ignored);
-}
-
-int64_t kvx_file_pwrite(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved) {
-  uint64_t ignored;
-  return kvx::file_pwrite(file, buf, n, offset, moved != nullptr ? moved : &ignored);
 }
 
 }  // extern "C"

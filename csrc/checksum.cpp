@@ -67,9 +67,9 @@ uint32_t crc32c_table(uint32_t crc, const uint8_t *p, uint64_t n) {
 
 #if defined(__x86_64__)
 
-// The instruction takes three cycles and one can start in each, so three strands of kStrand words run side by side.
-// A strand is carried over those behind it by a multiplication with x^(8 * bytes) modulo the polynomial: one
-// carry-less product with the constant below and one crc32, which brings another x^33.
+// The instruction takes three cycles and one can start in each, so three strands of kStrand words run side by
+// side. A strand is carried over those behind it by a multiplication with x^(8 * bytes) modulo the
+// polynomial: one carry-less product with the constant below and one crc32, which brings another x^33.
 constexpr uint64_t kStrand = 168;
 
 constexpr uint32_t power_of_x(uint64_t exponent) {
@@ -120,8 +120,8 @@ Isa find_isa() {
     return most == nullptr || std::strcmp(most, name) == 0 || std::strcmp(most, above) == 0;
   };
 #if defined(__x86_64__)
-  if (allowed("avx512", "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("bmi2")) {
+  if (allowed("avx512", "avx512") && __builtin_cpu_supports("avx512f") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("bmi2")) {
     return Isa::kAvx512;
   }
   if (allowed("avx2", "avx512") && __builtin_cpu_supports("avx2")) return Isa::kAvx2;
@@ -141,14 +141,11 @@ Isa isa() {
   return found;
 }
 
-const uint32_t *column_coefficients() {
-  return kColumns.k1;
-}
+const uint32_t *column_coefficients() { return kColumns.k1; }
 
 uint64_t row_coefficient(uint64_t row) {
   constexpr uint64_t kLow33 = (uint64_t{1} << 33) - 1;
-  return (splitmix64(1024 + row) & ~kLow33) |
-         (uint64_t{permute(static_cast<uint32_t>(row), 22)} << 11) | 1;
+  return (splitmix64(1024 + row) & ~kLow33) | (uint64_t{permute(static_cast<uint32_t>(row), 22)} << 11) | 1;
 }
 
 uint64_t checksum(const void *data, uint64_t n, uint64_t first_word) {
@@ -180,8 +177,6 @@ extern "C" {
 uint64_t kvx_checksum(const void *data, uint64_t nbytes, uint64_t first_word) {
   return kvx::checksum(data, nbytes, first_word);
 }
-uint32_t kvx_crc32c(const void *data, uint64_t nbytes) {
-  return kvx::crc32c(data, nbytes);
-}
+uint32_t kvx_crc32c(const void *data, uint64_t nbytes) { return kvx::crc32c(data, nbytes); }
 
 }  // extern "C"

@@ -9,8 +9,8 @@ namespace kvx {
 inline constexpr uint64_t kRowWords = 1024;  // words of a checksum row
 inline constexpr uint64_t kRowBytes = kRowWords * 4;
 
-// Sum of `n` bytes whose first word is number `first_word` of its segment. Pieces (whole words, except the last)
-// may be summed apart and added modulo 2^64.
+// Sum of `n` bytes whose first word is number `first_word` of its segment. Pieces (whole words, except the
+// last) may be summed apart and added modulo 2^64.
 uint64_t checksum(const void *data, uint64_t n, uint64_t first_word);
 
 uint32_t crc32c(const void *data, uint64_t n);

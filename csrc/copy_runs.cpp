@@ -15,9 +15,12 @@
 namespace kvx {
 namespace {
 
-constexpr uint32_t kMaxGroup = 8;  // segments in lockstep: their rows and those ahead of them stay in the first cache
+constexpr uint32_t kMaxGroup =
+    8;  // segments in lockstep: their rows and those ahead of them stay in the first cache
 
-// How the rows of a group travel.
+// How the rows of a group travel: fragment by fragment to their places; put together in cache, because a
+// fragment's end would touch a place off a word (for the sum) or off a line (for streaming); or likewise
+// without looking ahead, which does not pay for small fragments.
 enum class Route { kDirect, kStaged, kSmall };
 
 // Bytes of row r of a segment; 0 behind its end.
@@ -45,9 +48,7 @@ constexpr uint64_t kStreamBytes = uint64_t{16} << 20;
 // Work for which another thread is started.
 constexpr uint64_t kThreadBytes = uint64_t{1} << 20;
 
-uint64_t grain(uint64_t bits) {
-  return bits & (~bits + 1);
-}
+uint64_t grain(uint64_t bits) { return bits & (~bits + 1); }
 
 uint32_t group_end(const Mapping &mapping, uint32_t first, uint32_t end) {
   uint32_t last = first + 1;
@@ -69,18 +70,14 @@ void copy_group(const Mapping &mapping, uint32_t first, uint32_t end, const int6
   }
   constexpr uint64_t kLine = 64;
   const bool lines = grain(fragments | kLine) == kLine;
-  const bool words = sums == nullptr || grain(fragments | 4) == 4;
-  Route route;
-  if (kGather) {
-    stream = stream && grain(places | kLine) == kLine;
-    route = least < kLine ? Route::kSmall : (stream ? lines : words) ? Route::kDirect : Route::kStaged;
-  } else {
-    stream = stream && grain(pages | kLine) == kLine;
-    route = least < kLine ? Route::kSmall : words ? Route::kDirect : Route::kStaged;
-  }
+  stream = stream && grain((kGather ? places : pages) | kLine) == kLine;
+  uint64_t unused[kMaxGroup];
+  if (kGather && stream && lines && sums == nullptr) sums = unused;  // faster, see copy_kernels.h
+  const bool straight = kGather && stream ? lines : sums == nullptr || grain(fragments | 4) == 4;
+  const Route route = least < kLine ? Route::kSmall : straight ? Route::kDirect : Route::kStaged;
   const int which = (kGather ? 1 : 0) | (sums != nullptr ? 2 : 0) | (stream ? 4 : 0);
-  kRunGroup[static_cast<int>(isa())][which](mapping, &mapping.segments[first], end - first, block_ids, canonical,
-                                            sums, route);
+  kRunGroup[static_cast<int>(isa())][which](mapping, &mapping.segments[first], end - first, block_ids,
+                                            canonical, sums, route);
   if (!kGather) return;
   for (uint32_t s = first; s < end; ++s) {
     const OwnedSegment &segment = mapping.segments[s];
@@ -127,8 +124,8 @@ void run_batch(Batch &batch) {
       addresses[s - first] = batch.canonical + chunk * batch.chunk_stride +
                              segment_offset(mapping.layout, mapping.segments[s].segment);
     }
-    copy_group<kGather>(mapping, first, end, batch.block_ids + chunk * mapping.layout.blocks_per_chunk, addresses,
-                        batch.sums != nullptr ? sums : nullptr, batch.stream);
+    copy_group<kGather>(mapping, first, end, batch.block_ids + chunk * mapping.layout.blocks_per_chunk,
+                        addresses, batch.sums != nullptr ? sums : nullptr, batch.stream);
     if (batch.sums == nullptr) continue;
     for (uint32_t s = first; s < end; ++s) {
       batch.sums[chunk * mapping.layout.num_segments + mapping.segments[s].segment] = sums[s - first];
@@ -143,8 +140,7 @@ int copy_chunks(const Mapping *mapping, const int64_t *block_ids, uint64_t num_c
   if (num_chunks == 0) return 0;
   if (block_ids == nullptr || canonical == nullptr) return -EINVAL;
   const OwnedSegment &last = mapping->segments.back();
-  const uint64_t used =
-      segment_offset(mapping->layout, last.segment) + (kGather ? last.padded : last.bytes);
+  const uint64_t used = segment_offset(mapping->layout, last.segment) + (kGather ? last.padded : last.bytes);
   if (num_chunks > 1 && chunk_stride < used) return -EINVAL;
   uint64_t ids, span;
   if (__builtin_mul_overflow(num_chunks, mapping->layout.blocks_per_chunk, &ids) ||
@@ -185,8 +181,9 @@ bool resolve(const kvx_run &run, const kvx_tensor *tensors, uint32_t num_tensors
   if (tensor.base == 0 || __builtin_mul_overflow(run.fragment_size, run.num_fragments, &bytes) ||
       __builtin_mul_overflow(last_block, tensor.block_stride, &blocks) ||
       __builtin_mul_overflow(run.num_fragments - 1, run.local_stride, &stride) ||
-      __builtin_add_overflow(tensor.base, run.local_offset, &base) || __builtin_add_overflow(base, blocks, &end) ||
-      __builtin_add_overflow(end, stride, &end) || __builtin_add_overflow(end, run.fragment_size, &end)) {
+      __builtin_add_overflow(tensor.base, run.local_offset, &base) ||
+      __builtin_add_overflow(base, blocks, &end) || __builtin_add_overflow(end, stride, &end) ||
+      __builtin_add_overflow(end, run.fragment_size, &end)) {
     return false;
   }
   *out = {base, tensor.block_stride, run.local_stride, run.fragment_size, run.num_fragments};
@@ -196,7 +193,8 @@ bool resolve(const kvx_run &run, const kvx_tensor *tensors, uint32_t num_tensors
   return true;
 }
 
-// Puts the pieces of runs [first, end), all of one segment, in canonical order. They must tile its bytes exactly.
+// Puts the pieces of runs [first, end), all of one segment, in canonical order. They must tile its bytes
+// exactly.
 bool lay_out(const kvx_run *runs, uint64_t first, uint64_t end, uint64_t block_stride, uint32_t blocks,
              uint64_t bytes, std::vector<PlanPiece> *pieces) {
   struct Placed {
@@ -247,7 +245,8 @@ bool lies_beside(const PlanRun &a, const PlanRun &b) {
 }
 
 int build(const kvx_run *runs, uint64_t num_runs, const uint32_t *segments, uint32_t num_segments,
-          uint64_t canonical_block_stride, const kvx_tensor *tensors, uint32_t num_tensors, Mapping *mapping) {
+          uint64_t canonical_block_stride, const kvx_tensor *tensors, uint32_t num_tensors,
+          Mapping *mapping) {
   const kvx_slot_layout &layout = mapping->layout;
   mapping->runs.resize(num_runs);
   for (uint64_t r = 0; r < num_runs; ++r) {
@@ -293,18 +292,18 @@ int check_blocks(const Mapping &mapping, const int64_t *block_ids, uint64_t n) {
   return 0;
 }
 
-uint64_t gather_segment(const Mapping &mapping, uint32_t ordinal, const int64_t *block_ids, uint8_t *dst, bool sum,
-                        bool stream) {
+uint64_t gather_segment(const Mapping &mapping, uint32_t ordinal, const int64_t *block_ids, uint8_t *dst,
+                        bool sum, bool stream) {
   uint64_t result = 0;
   copy_group<true>(mapping, ordinal, ordinal + 1, block_ids, &dst, sum ? &result : nullptr, stream);
   return result;
 }
 
-uint64_t scatter_segment(const Mapping &mapping, uint32_t ordinal, const int64_t *block_ids, const uint8_t *src,
-                         bool sum) {
+uint64_t scatter_segment(const Mapping &mapping, uint32_t ordinal, const int64_t *block_ids,
+                         const uint8_t *src, bool sum) {
   uint64_t result = 0;
   uint8_t *const from = const_cast<uint8_t *>(src);  // a scatter only reads it
-  copy_group<false>(mapping, ordinal, ordinal + 1, block_ids, &from, sum ? &result : nullptr, false);
+  copy_group<false>(mapping, ordinal, ordinal + 1, block_ids, &from, sum ? &result : nullptr, true);
   return result;
 }
 
@@ -322,9 +321,9 @@ void scatter_segments(const Mapping &mapping, uint32_t first, uint32_t count, co
 
 extern "C" {
 
-int kvx_mapping_new(const kvx_slot_layout *layout, const kvx_run *runs, uint64_t num_runs, const uint32_t *segments,
-                    uint32_t num_segments, uint64_t canonical_block_stride, const kvx_tensor *tensors,
-                    uint32_t num_tensors, int live, kvx_mapping **out) {
+int kvx_mapping_new(const kvx_slot_layout *layout, const kvx_run *runs, uint64_t num_runs,
+                    const uint32_t *segments, uint32_t num_segments, uint64_t canonical_block_stride,
+                    const kvx_tensor *tensors, uint32_t num_tensors, int live, kvx_mapping **out) {
   if (layout == nullptr || runs == nullptr || segments == nullptr || tensors == nullptr || out == nullptr ||
       num_runs == 0 || num_segments == 0 || num_runs > UINT32_MAX || kvx::slot_check(*layout) != 0) {
     return -EINVAL;
@@ -333,7 +332,8 @@ int kvx_mapping_new(const kvx_slot_layout *layout, const kvx_run *runs, uint64_t
   int result;
   try {
     mapping = new kvx_mapping{*layout, live != 0, UINT64_MAX, 0, {}, {}, {}, {1}};
-    result = kvx::build(runs, num_runs, segments, num_segments, canonical_block_stride, tensors, num_tensors, mapping);
+    result = kvx::build(runs, num_runs, segments, num_segments, canonical_block_stride, tensors, num_tensors,
+                        mapping);
   } catch (const std::exception &) {  // no memory, or a length that no vector has
     result = -ENOMEM;
   }
@@ -351,8 +351,8 @@ void kvx_mapping_release(kvx_mapping *mapping) {
 
 int kvx_gather(const kvx_mapping *mapping, const int64_t *block_ids, uint64_t num_chunks, void *out,
                uint64_t out_chunk_stride, uint64_t *sums, int threads) {
-  return kvx::copy_chunks<true>(mapping, block_ids, num_chunks, static_cast<uint8_t *>(out), out_chunk_stride, sums,
-                                threads);
+  return kvx::copy_chunks<true>(mapping, block_ids, num_chunks, static_cast<uint8_t *>(out), out_chunk_stride,
+                                sums, threads);
 }
 
 int kvx_scatter(const kvx_mapping *mapping, const int64_t *block_ids, uint64_t num_chunks, const void *src,

@@ -19,9 +19,7 @@ struct kvx_file {
 
 namespace kvx {
 
-inline void file_ref(kvx_file *file) {
-  file->references.fetch_add(1, std::memory_order_relaxed);
-}
+inline void file_ref(kvx_file *file) { file->references.fetch_add(1, std::memory_order_relaxed); }
 void file_unref(kvx_file *file);
 
 // The largest number of bytes that one call is asked to move.
@@ -29,8 +27,9 @@ inline constexpr uint64_t kMaxTransfer = uint64_t{1} << 30;
 
 // The loops behind kvx_file_pread() and kvx_file_pwrite(); `moved` must not be null.
 // A read returns less than n only at the end of the file. A write that stops making progress is -EIO: a
-// non-negative answer of file_pwrite is always n. EINTR is retried. With O_DIRECT, a transfer that stops off the
-// alignment of its request goes on from the boundary before it; no progress from there is the end of the file.
+// non-negative answer of file_pwrite is always n. EINTR is retried. With O_DIRECT, a transfer that stops off
+// the alignment of its request goes on from the boundary before it; no progress from there is the end of the
+// file.
 int64_t file_pread(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved);
 int64_t file_pwrite(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved);
 

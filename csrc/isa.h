@@ -1,5 +1,5 @@
-// simd.h once for each instruction set of this architecture, then the file named KVX_ISA_FILE (if any) likewise.
-// KVX_FOR_EACH_ISA(f) is {scalar::f, avx2::f, avx512::f}, to be indexed with an Isa.
+// simd.h once for each instruction set of this architecture, then the file named KVX_ISA_FILE (if any)
+// likewise. KVX_FOR_EACH_ISA(f) is {scalar::f, avx2::f, avx512::f}, to be indexed with an Isa.
 #include <cstdint>
 #include <cstring>
 

@@ -1,12 +1,14 @@
-// Vector operations of one instruction set. Included once for each of them, after defining
-//   KVX_ISA     the namespace: scalar, avx2 or avx512
-//   KVX_TARGET  the function attribute that allows its instructions
-// (there is no include guard on purpose; everything has internal linkage). Every set has
-//   Vec, kVec              a vector and its bytes; load(), store(), stream() at any, any, and kVec-aligned addresses
-//   load_part()            n < kVec bytes, zeros behind them; touches no byte beyond
-//   copy_part()            n < kVec bytes
-//   Sum, mac(), total()    sum of 32-bit words times coefficients, modulo 2^64; starts as {}
-//   fence()                after the last stream()
+// Vector operations of one instruction set. Included by isa.h once for each of them, after it defined
+// - KVX_ISA: the namespace, one of scalar, avx2, avx512; KVX_ISA_LEVEL: 0, 1 or 2 likewise
+// - KVX_TARGET: the function attribute that allows its instructions
+//
+// There is no include guard on purpose; everything has internal linkage. Every set has
+// - Vec, and kVec: a vector and its bytes
+// - load(), store() at any address, stream() at a multiple of kVec
+// - load_part(): n < kVec bytes with zeros behind them, and copy_part(): n < kVec bytes. They touch no other
+// byte.
+// - Sum, mac(), total(): a sum of 32-bit words times coefficients modulo 2^64, which starts as {}
+// - fence(): after the last stream()
 
 #define KVX_INLINE KVX_TARGET __attribute__((always_inline)) inline
 
@@ -33,7 +35,7 @@ KVX_INLINE void fence() { _mm_sfence(); }
 struct Sum {
   Vec even, odd;
 };
-// The maskz forms with a full mask compile to the plain instructions; g++ 12 warns about its own plain intrinsics.
+// maskz with a full mask compiles to the plain instruction. The plain intrinsics warn in g++ 12.
 KVX_INLINE Vec high(Vec v) { return _mm512_maskz_srli_epi64(0xFF, v, 32); }
 KVX_INLINE void mac(Sum &sum, Vec v, const uint32_t *k) {
   const Vec c = _mm512_loadu_si512(k);
@@ -61,7 +63,8 @@ KVX_INLINE Vec load_part(const uint8_t *p, uint64_t n) {
 }
 KVX_INLINE void copy_part(uint8_t *to, const uint8_t *from, uint64_t n) {
   if (n & 16) {
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
     to += 16, from += 16;
   }
   if (n & 8) std::memcpy(to, from, 8), to += 8, from += 8;

@@ -11,9 +11,7 @@ namespace kvx {
 inline constexpr uint64_t kMaxSegmentBytes = uint64_t{16} << 30;
 
 // `unit` is a power of two.
-inline uint64_t round_up(uint64_t n, uint64_t unit) {
-  return (n + unit - 1) & ~(unit - 1);
-}
+inline uint64_t round_up(uint64_t n, uint64_t unit) { return (n + unit - 1) & ~(unit - 1); }
 
 // Payload bytes of a segment, without padding.
 inline uint64_t segment_length(const kvx_slot_layout &layout, uint32_t segment) {

@@ -98,8 +98,8 @@ int trailer_verify(const void *page, uint64_t page_bytes, const kvx_slot_layout 
   return same ? KVX_OK : KVX_FOREIGN;
 }
 
-void trailer_fill(const kvx_slot_layout &layout, uint32_t trailer, const Identity &identity, const uint64_t *mask,
-                  kvx_trailer *fields) {
+void trailer_fill(const kvx_slot_layout &layout, uint32_t trailer, const Identity &identity,
+                  const uint64_t *mask, kvx_trailer *fields) {
   *fields = {};
   std::memcpy(fields->namespace_digest, identity.namespace_digest, 32);
   fields->key_bytes = identity.key_bytes < KVX_MAX_KEY ? identity.key_bytes : KVX_MAX_KEY;
@@ -132,19 +132,14 @@ bool mask_covers(const uint64_t mask[4], const int64_t *block_ids, uint32_t bloc
 
 extern "C" {
 
-uint64_t kvx_slot_payload_stride(const kvx_slot_layout *layout) {
-  return kvx::payload_stride(*layout);
-}
-uint32_t kvx_slot_trailers(const kvx_slot_layout *layout) {
-  return kvx::num_trailers(*layout);
-}
-uint64_t kvx_slot_bytes(const kvx_slot_layout *layout) {
-  return kvx::slot_bytes(*layout);
-}
+uint64_t kvx_slot_payload_stride(const kvx_slot_layout *layout) { return kvx::payload_stride(*layout); }
+uint32_t kvx_slot_trailers(const kvx_slot_layout *layout) { return kvx::num_trailers(*layout); }
+uint64_t kvx_slot_bytes(const kvx_slot_layout *layout) { return kvx::slot_bytes(*layout); }
 
 int kvx_trailer_seal(const kvx_trailer *fields, const uint64_t *sums, void *page, uint64_t page_bytes) {
   using namespace kvx;
-  if (fields == nullptr || sums == nullptr || page == nullptr || page_bytes < KVX_TRAILER_BYTES) return -EINVAL;
+  if (fields == nullptr || sums == nullptr || page == nullptr || page_bytes < KVX_TRAILER_BYTES)
+    return -EINVAL;
   if (!consistent(*fields)) return -EINVAL;
   uint8_t *out = static_cast<uint8_t *>(page);
   std::memset(out, 0, page_bytes);
@@ -190,8 +185,8 @@ int kvx_trailer_parse(const void *page, uint64_t page_bytes, kvx_trailer *fields
   std::memcpy(t.key, in + kAtKey, KVX_MAX_KEY);
   if (!consistent(t)) return KVX_BAD_TRAILER;
   const uint32_t end_of_sums = kAtSums + 8 * t.segment_count;
-  if (!all_zero(in + kAtKey + t.key_bytes, KVX_MAX_KEY - t.key_bytes) || !all_zero(in + kAtZero, kAtSums - kAtZero) ||
-      !all_zero(in + end_of_sums, kAtCrc - end_of_sums)) {
+  if (!all_zero(in + kAtKey + t.key_bytes, KVX_MAX_KEY - t.key_bytes) ||
+      !all_zero(in + kAtZero, kAtSums - kAtZero) || !all_zero(in + end_of_sums, kAtCrc - end_of_sums)) {
     return KVX_BAD_TRAILER;
   }
   for (uint32_t i = 0; i < t.segment_count; ++i) sums[i] = load<uint64_t>(in, kAtSums + 8 * i);

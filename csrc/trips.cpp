@@ -176,6 +176,7 @@ Outcome run_load(Core &core, Worker &worker, Job &job, uint32_t chunk) { return 
 
 Outcome run_store(Core &core, Worker &worker, Job &job, uint32_t chunk) {
   const Plan &plan = job.plan(chunk);
+  if (!plan.num_segments()) return {};  // another rank was elected
   uint8_t *staging = worker.staging.need(plan.staging_bytes());
   if (!staging) return {KVX_IO, ENOMEM};
   std::vector<uint64_t> sums(plan.num_segments());

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 from numpy.typing import ArrayLike
@@ -31,7 +31,7 @@ from kvxfer.writer import StoreWriter
 __all__ = ["TransferEngine", "TransferResult"]
 
 log = logging.getLogger(__name__)
-WATCH_S = 0.25  # how long the service thread sleeps when nothing wakes it
+WATCH_S = 0.1  # how long a thread sleeps at most when nothing wakes it
 
 
 class TransferEngine:
@@ -68,6 +68,10 @@ class TransferEngine:
         self.config = config or EngineConfig()
         self._store = store
         slot = pages[0].mapping.slot
+        if namespace.blocks_per_chunk != slot.blocks_per_chunk:
+            raise LayoutError(
+                f"the namespace has blocks_per_chunk={namespace.blocks_per_chunk}, the mappings {slot.blocks_per_chunk}"
+            )
         held = set(itertools.chain.from_iterable(p.mapping.segments for p in pages))
         self._holds_all = len(held) == slot.num_segments
         self._pages = tuple(pages)  # keeps the memory under the handles
@@ -201,8 +205,8 @@ class TransferEngine:
         """Take the results of these jobs, waiting up to `timeout` seconds. Those not finished by then are left out."""
         self._check_process()
         wanted = set(job_ids)
+        self._wait_until(lambda: not wanted & self._open.keys(), timeout)
         with self._lock:
-            self._published.wait_for(lambda: not wanted & self._open.keys(), timeout)
             return {job_id: self._results.pop(job_id) for job_id in wanted & self._results.keys()}
 
     def wait_gathered(self, job_id: int, timeout: float) -> bool:
@@ -232,8 +236,7 @@ class TransferEngine:
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until every accepted job has a result. False if `timeout` seconds did not suffice."""
         self._check_process()
-        with self._lock:
-            return self._published.wait_for(lambda: not self._open, timeout)
+        return self._wait_until(lambda: not self._open, timeout)
 
     def shutdown(self, timeout: float | None = None) -> int:
         """Stop: jobs that are queued are cancelled, calls under way get `timeout` seconds (default: the configuration's).
@@ -248,9 +251,18 @@ class TransferEngine:
             if self._closing:
                 return 0
             self._closing = True
-        left = self._runner.shutdown(self.config.shutdown_timeout_s if timeout is None else timeout)
+        timeout = self.config.shutdown_timeout_s if timeout is None else timeout
+        left = self._runner.shutdown(timeout)
         self._runner.wake()
-        self._service.join()
+        self._settle_loads()
+        self._service.join(timeout + WATCH_S)
+        if self._service.is_alive():  # in a call of its own, such as making a slab
+            left += 1
+            with self._lock:
+                abandoned = list(self._open.values())
+            for job in abandoned:
+                job.fail_rest(Status.LOST)
+                self._publish(job, STORE)
         if left:
             log.warning("shutdown left %d threads in calls that have not returned", left)
         return left
@@ -310,10 +322,24 @@ class TransferEngine:
     def _publish(self, job: PendingJob, direction: int) -> None:
         result = job.result()
         with self._lock:
+            if self._open.get(job.job_id) is not job:
+                return  # a shutdown did not wait for it
             self._queued_chunks[direction] -= len(job.keys)
             del self._open[job.job_id]
             self._results[job.job_id] = result
             self._published.notify_all()
+
+    def _wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait for what results bring about, also while the service thread is held up by a call of its own."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._settle_loads()
+            with self._lock:
+                left = WATCH_S if end is None else min(WATCH_S, end - time.monotonic())
+                if self._published.wait_for(condition, max(0.0, left)):
+                    return True
+            if end is not None and time.monotonic() >= end:
+                return False
 
     def _end_store(self, job: PendingJob) -> None:
         self._publish(job, STORE)
@@ -330,7 +356,7 @@ class TransferEngine:
                     if error.status.is_damage:
                         self._store.invalidate(entries[error.chunk], error.status.name.lower())
                 self._store.unpin(entries)
-                job.take(outcome, [entry.label for entry in entries] if outcome.errors else ())
+                job.take(outcome, [entry.slab.name for entry in entries] if outcome.errors else ())
                 self._publish(job, LOAD)
         finally:
             self._settling.release()
@@ -347,6 +373,7 @@ class TransferEngine:
                 self._writer.settle()
             except Exception:  # a defect: whatever it is, the thread must go on, or no job would ever end again
                 log.exception("the service thread met an error it did not expect")
+            self._store.maintain()
             for job in queued:
                 if closing:
                     self._writer.cancel(job)

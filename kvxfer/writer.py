@@ -116,7 +116,7 @@ class StoreWriter:
 
     def _land(self, flight: _Flight, outcome: JobOutcome) -> None:
         job, slots = flight.job, flight.slots
-        job.take(outcome, [slot.label for slot in slots])
+        job.take(outcome, [slot.slab.name for slot in slots])
         written = [n for n, status in enumerate(outcome.status) if status == Status.OK]
         items = [(job.keys[job.index[n]], slots[n], flight.masks[job.index[n]]) for n in written]
         try:

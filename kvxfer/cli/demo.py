@@ -29,7 +29,6 @@ from kvxfer.geometry import PRESETS, KVGeometry
 from kvxfer.keys import Namespace, make_offload_key
 from kvxfer.layout import LAYOUTS, kvx1_mappings
 from kvxfer.prefix import full_attention
-from kvxfer.slot import SlotLayout
 from kvxfer.store import Store
 
 MAX_BLOCKS = 1024
@@ -239,7 +238,9 @@ def _there_and_back(plan: Plan, root: Path, source: Side, target: Side) -> Trips
         if not stored.bitmap.all():
             raise KvxferError(f"the store job did not finish: {'; '.join(map(str, stored.errors[:3]))}")
         for block in plan.lose:
-            _damage(store.locate(digest, keys[block // plan.blocks_per_chunk]), plan, block)
+            if (place := store.locate(digest, keys[block // plan.blocks_per_chunk])) is None:
+                raise KvxferError(f"block {block} was stored but cannot be found")
+            _damage(*place[:2], plan, block)
         with TransferEngine(store, namespace, target.pages) as engine:
             engine.submit_load(2, keys, target.chunk_ids)
             loaded = _result(engine, 2)
@@ -285,9 +286,8 @@ def _median_seconds(action: Callable[[], None]) -> float:
     return statistics.median(seconds)
 
 
-def _damage(place: tuple[Path, int, SlotLayout], plan: Plan, block: int) -> None:
+def _damage(path: Path, slot_offset: int, plan: Plan, block: int) -> None:
     """Flips one byte of a block on disk: in a key of its middle layer, for the first head's first token."""
-    path, slot_offset, _ = place
     geometry = plan.geometry
     tokens = plan.blocks_per_chunk * geometry.tokens_per_block
     token = block % plan.blocks_per_chunk * geometry.tokens_per_block
@@ -323,6 +323,18 @@ def _check_tp(option: str, tp: int, model: str, geometry: KVGeometry) -> None:
         )
 
 
+def whole_number(text: str) -> int:
+    """An option's number; the plan bounds it.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: allowed are whole numbers") from None
+
+
 def parse_blocks(option: str, text: str) -> tuple[int, ...]:
     """Block numbers as a command line gives them, `28,30`; `none` for none. Sorted, each once.
 
@@ -339,20 +351,28 @@ def parse_blocks(option: str, text: str) -> tuple[int, ...]:
 
 def command(
     model: Annotated[str, typer.Option(help=f"Whose geometry: {', '.join(PRESETS)}.")] = "llama-3.1-8b",
-    blocks: Annotated[int, typer.Option(help=f"Blocks of the prompt, 1 to {MAX_BLOCKS}.")] = 40,
+    blocks: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help=f"Blocks of the prompt, 1 to {MAX_BLOCKS}.")
+    ] = 40,
     lose: Annotated[
         str | None,
         typer.Option(
             metavar="N[,N...]",
             help="Blocks to damage on disk, from 0; none for none.",
-            show_default="70 % in: 28 of 40",
+            show_default="28 of 40; 70 % in",
         ),
     ] = None,
-    store_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks that store.")] = 2,
-    load_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks that load.")] = 4,
+    store_tp: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help="Tensor-parallel ranks that store.")
+    ] = 2,
+    load_tp: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help="Tensor-parallel ranks that load.")
+    ] = 4,
     store_layout: Annotated[str, typer.Option(help=f"Their pages: {', '.join(LAYOUTS)}.")] = "nhd",
     load_layout: Annotated[str, typer.Option(help=f"Their pages: {', '.join(LAYOUTS)}.")] = "hnd",
-    blocks_per_chunk: Annotated[int, typer.Option(help="Blocks stored under one key, 1 to 256.")] = 1,
+    blocks_per_chunk: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help="Blocks stored under one key, 1 to 256.")
+    ] = 1,
     root: Annotated[
         Path | None, typer.Option(help="Keep the store in this folder.", show_default="a temporary folder, removed")
     ] = None,

@@ -28,23 +28,18 @@ def show(report: Report, geometry: KVGeometry, console: Console | None = None) -
     console = console or Console(highlight=False)
     plain = 0 if console.encoding.lower().startswith("utf") else 1
     console.print(
-        f"[bold]{report.model}[/bold], {report.requested_blocks} blocks of {geometry.tokens_per_block} tokens, "
-        f"{_size(geometry.block_bytes)} each, {report.io_mode}"
+        f"[bold]{report.model}[/bold]: {report.requested_blocks} blocks of {geometry.tokens_per_block} tokens, "
+        f"{_size(geometry.block_bytes)} each; {report.io_mode}"
     )
-    console.print(
-        f"stored by TP{report.store_shards} from {report.store_layout} pages, loaded by TP{report.load_shards} into "
-        f"{report.load_layout} pages; damaged on disk: {_numbers(report.lost_blocks)}\n"
-    )
+    console.print(f"  stored   by TP{report.store_shards} from {report.store_layout} pages")
+    console.print(f"  damaged  {_numbers(report.lost_blocks)}, on disk")
+    console.print(f"  loaded   by TP{report.load_shards} into {report.load_layout} pages\n")
     _show_blocks(report, console, plain)
     _show_tokens(report, console, plain)
     _show_speed(report, console, plain)
-    verdict = (
-        "[green]none wrong[/green]" if not report.bytes_wrong else f"[bold red]{report.bytes_wrong:,} WRONG[/bold red]"
-    )
-    console.print(
-        f"Verified {report.chunks_verified} chunks, refused {report.chunks_refused}. "
-        f"Compared {report.bytes_checked:,} loaded bytes with the source: {verdict}."
-    )
+    console.print(f"Verified {report.chunks_verified} chunks, refused {report.chunks_refused}.")
+    wrong = f"[bold red]{report.bytes_wrong:,} WRONG[/bold red]" if report.bytes_wrong else "[green]0 wrong[/green]"
+    console.print(f"Compared {report.bytes_checked:,} loaded bytes with the source: {wrong}.")
 
 
 def _show_blocks(report: Report, console: Console, plain: int) -> None:
@@ -59,14 +54,15 @@ def _show_blocks(report: Report, console: Console, plain: int) -> None:
                 line.append(" ")
             line.append(kind[plain], style=kind[2])
         console.print(line)
-    legend = Text("\n        ")
+    legend = Text("\n       ")
     for kind, count, meaning in (
         (USED, report.prefix_blocks, "prefix"),
         (LOST, report.requested_blocks - report.arrived_blocks, "lost"),
         (BEYOND, report.kept_beyond_gap, "beyond the gap, kept in the store"),
     ):
-        legend.append(kind[plain], style=kind[2])
-        legend.append(f" {count} {meaning}   ")
+        legend.append(f" {kind[plain]}", style=kind[2])
+        legend.append(f" {count} {meaning}  ")
+    legend.rstrip()
     console.print(legend, end="\n\n")
 
 
@@ -105,4 +101,4 @@ def _size(num_bytes: int) -> str:
 
 def _numbers(blocks: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, blocks[:8])) + (", ..." if len(blocks) > 8 else "")
-    return f"block{'s' * (len(blocks) > 1)} {shown}" if blocks else "nothing"
+    return f"a byte of block{'s' * (len(blocks) > 1)} {shown}" if blocks else "nothing"

@@ -188,7 +188,8 @@ def _check_call(
         )
     chunks, stride = len(block_ids), mapping.slot.payload_stride
     _check_array("the canonical buffer", buffer, np.uint8)
-    if buffer.shape != (chunks, stride) or buffer.strides[1] != 1 or (chunks > 1 and buffer.strides[0] < stride):
+    row, byte = buffer.strides if buffer.ndim == 2 and buffer.size else (stride, 1)  # of nothing, strides mean nothing
+    if buffer.shape != (chunks, stride) or byte != 1 or (chunks > 1 and row < stride):
         raise LayoutError(
             f"the canonical buffer has shape {buffer.shape} and strides {buffer.strides}, want ({chunks}, {stride}) "
             "with the bytes of a chunk side by side and chunks not overlapping"

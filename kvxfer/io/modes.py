@@ -150,4 +150,6 @@ def filesystem_type(path: Path, mountinfo: str | None = None) -> str:
 def refuse_network(path: Path, mountinfo: str | None = None) -> None:
     """Raises ConfigError if `path` is on another machine's file system: locks and mapped pages are not safe there."""
     if (kind := filesystem_type(path, mountinfo)) in NETWORK_FILESYSTEMS:
-        raise ConfigError(f"root={path} is on {kind}, a network file system; a store needs a local one (ext4, xfs, ...)")
+        raise ConfigError(
+            f"root={path} is on {kind}, a network file system; a store needs a local one (ext4, xfs, ...)"
+        )

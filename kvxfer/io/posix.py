@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -111,9 +112,9 @@ class PosixFile(IOFile):
             self._leave()
 
     def _move(self, what: str, array: Any, n: int, offset: int) -> int:
-        moved = _native.C.c_uint64()
+        moved = ctypes.c_uint64()
         function = _native.lib().kvx_file_pread if what == "read" else _native.lib().kvx_file_pwrite
-        result = int(function(self._handle, array.ctypes.data, n, offset, _native.C.byref(moved)))
+        result = int(function(self._handle, array.ctypes.data, n, offset, ctypes.byref(moved)))
         if result < 0:
             text = f"{what}: {moved.value} of {n} bytes at offset {offset:#x}: {os.strerror(-result)}"
             raise IOFault(-result, text, self.label)

@@ -3,6 +3,7 @@ fail in tests. All raise IOFault."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from pathlib import Path
@@ -48,6 +49,15 @@ def sys_unlink(path: Path) -> None:
         raise fault(result, "unlink", path)
 
 
+def try_unlink(path: Path) -> IOFault | None:
+    """Removes a file; what went wrong, if something did."""
+    try:
+        sys_unlink(path)
+    except IOFault as exc:
+        return exc
+    return None
+
+
 def sys_rename(source: Path, target: Path) -> None:
     """Replaces `target`."""
     if (result := int(_native.lib().kvx_sys_rename(os.fsencode(source), os.fsencode(target)))) < 0:
@@ -89,8 +99,8 @@ def sys_flock(fd: int, operation: int, path: Path) -> bool:
 
 def sys_dioalign(fd: int) -> int | None:
     """What statx asks of direct I/O on this file (the larger of memory and offset); None where it does not say."""
-    memory, offset = _native.C.c_uint32(), _native.C.c_uint32()
-    result = _native.lib().kvx_sys_dioalign(fd, _native.C.byref(memory), _native.C.byref(offset))
+    memory, offset = ctypes.c_uint32(), ctypes.c_uint32()
+    result = _native.lib().kvx_sys_dioalign(fd, ctypes.byref(memory), ctypes.byref(offset))
     return max(int(memory.value), int(offset.value)) if result >= 0 else None
 
 
@@ -118,7 +128,7 @@ def read_upto(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
     parts, moved = [], 0
     while moved < nbytes:
         want = min(_CHUNK, nbytes - moved)
-        part = _native.C.create_string_buffer(want)
+        part = ctypes.create_string_buffer(want)
         result = int(_native.lib().kvx_sys_pread(fd, part, want, offset + moved))
         if result == -errno.EINTR:
             continue

@@ -35,6 +35,11 @@ class Entry:
         self.record = b""  # its kvx_chunk; made by the first pin, valid while pinned
 
     @property
+    def label(self) -> str:
+        """The slab's name, for errors."""
+        return self.slab.name
+
+    @property
     def slot_offset(self) -> int:
         """Where its slot starts in the slab."""
         return self.slab.slot_offset(self.slot)
@@ -61,6 +66,11 @@ class Reservation:
         self.slot = slot
         self.generation = generation
         self.state = SlotState.RESERVED
+
+    @property
+    def label(self) -> str:
+        """The slab's name, for errors."""
+        return self.slab.name
 
     @property
     def handle(self) -> int:

@@ -1,7 +1,7 @@
 """The durable copy of the table: LMDB, written in batches without fsync, checked before it is trusted (ADR 1).
 
-The index may be lost at any time without harm: it is rebuilt from the trailers. So nothing here raises into the store for
-a storage error; calls answer False, and `errors` and `last_error` tell.
+The index may be lost at any time without harm: it is rebuilt from the trailers. So nothing here raises into the store
+for a storage error; calls answer False, and `errors` and `last_error` tell.
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ def _unpack(key: bytes, value: bytes) -> IndexRecord | None:
 class Index:
     """One LMDB environment. The store's change lock serialises all calls."""
 
-    def __init__(self, directory: Path, map_bytes: int, living: Callable[[], Iterable[IndexRecord]]) -> None:
+    def __init__(self, directory: Path, map_bytes: int) -> None:
         self.directory = directory
         self.map_bytes = map_bytes
         self.max_entries = max_records(map_bytes)
         self.errors = self.conflicts = self.recoveries = 0
         self.last_error = ""
         self.lost = ""  # why `load` found nothing to trust
-        self._living = living
+        self.living: Callable[[], Iterable[IndexRecord]] = tuple  # what it must name: written anew from that
         self._env: Any = None
         self._broken = False
         self._epochs: dict[int, int] = {}
@@ -298,7 +298,7 @@ class Index:
         self._next_recovery = now + RECOVERY_INTERVAL_S
         self.recoveries += 1
         reporter.warn("index recovery", f"the index is written anew from memory: {self.last_error}")
-        return self.recreate(self._living(), self._epochs)
+        return self.recreate(self.living(), self._epochs)
 
     def recover(self) -> bool:
         """Writes the index anew if it broke; False while it is not usable."""

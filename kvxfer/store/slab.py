@@ -24,8 +24,9 @@ from kvxfer.io.system import (
     sys_open,
     sys_rename,
     sys_size,
-    sys_unlink,
+    try_unlink,
 )
+from kvxfer.policy import CachePolicy
 from kvxfer.slot import ALIGNMENT, SlotLayout
 from kvxfer.staging import AlignedBuffer
 from kvxfer.store.entry import Entry
@@ -117,14 +118,17 @@ class SlabFile:
 
     __slots__ = (
         "_file", "_freed", "_fresh", "entries", "file_bytes", "handle", "held", "last_used", "layout", "name",
-        "num_slots", "path", "retired", "slab_id", "stuck", "usable",
+        "num_slots", "path", "policy", "retired", "slab_id", "slot_bytes", "stuck", "usable",
     )  # fmt: skip
+
+    policy: CachePolicy[Entry]  # of its layout; set by the table that it is attached to
 
     def __init__(self, path: Path, file: PosixFile, header: SlabHeader) -> None:
         self.path = path
         self.name = path.name
         self.slab_id = header.slab_id
         self.layout = header.layout
+        self.slot_bytes = header.layout.slot_bytes
         self.num_slots = header.num_slots
         self.file_bytes = slab_file_bytes(header.layout, header.num_slots)
         self.usable = header.num_slots  # fewer where the file was cut short and could not be extended
@@ -157,7 +161,7 @@ class SlabFile:
             sys_rename(temporary, path)
         except IOFault:
             file.close()
-            _native.lib().kvx_sys_unlink(os.fsencode(temporary))
+            try_unlink(temporary)
             raise
         return cls(path, file, SlabHeader(slab_id, num_slots, layout))
 
@@ -173,7 +177,7 @@ class SlabFile:
 
     def slot_offset(self, slot: int) -> int:
         """Where a slot starts in the file."""
-        return self.layout.alignment + slot * self.layout.slot_bytes
+        return self.layout.alignment + slot * self.slot_bytes
 
     @property
     def free_slots(self) -> int:
@@ -289,12 +293,3 @@ def restore_size(found: FoundSlab, header: SlabHeader) -> tuple[int, int]:
         return whole, min(header.num_slots, max(0, now - layout.alignment) // layout.slot_bytes)
     finally:
         sys_close(fd)
-
-
-def remove_file(path: Path) -> None:
-    """Removes a slab or a leftover.
-
-    Raises:
-        IOFault: it is still there.
-    """
-    sys_unlink(path)

@@ -1,6 +1,6 @@
 """The process's own picture of the store: which entry has which slot, who holds it, and what is free.
 
-Everything here is memory: no call blocks, and `lock` is held for short, counted steps only. Lookups take no lock at all.
+Everything here is memory: no call blocks, and `lock` is held for short, counted steps only. Lookups take no lock.
 The order of changes against the index is the store's business (store.py).
 """
 
@@ -110,7 +110,7 @@ class Table:
             entry.record = pack_chunk(entry.slab, entry.slot, entry.generation, entry.key)
         entry.pins += 1
         if entry.pins == 1:
-            self.classes[entry.slab.layout].policy.pin(entry)
+            entry.slab.policy.pin(entry)
             entry.slab.held += 1
             self.pinned += 1
 
@@ -129,7 +129,18 @@ class Table:
                     self._free_if_unused(entry)
                 else:
                     self._used(entry)
-                    self.classes[entry.slab.layout].policy.unpin(entry)
+                    entry.slab.policy.unpin(entry)
+
+    def touch(self, digest: bytes, keys: Iterable[bytes]) -> None:
+        """Counts as a use of what is there."""
+        table = self.served.get(digest)
+        if table is None:
+            return
+        with self.lock:
+            for key in keys:
+                if (entry := table.get(key)) is not None:
+                    self._used(entry)
+                    entry.slab.policy.touch(entry)
 
     def _used(self, entry: Entry) -> None:
         self._tick += 1
@@ -169,6 +180,7 @@ class Table:
         with self.lock:
             slab.retired = False
             slots = self._slot_class(slab.layout)
+            slab.policy = slots.policy
             slots.slabs.append(slab)
             if slab.free_slots:
                 slots.available.append(slab)
@@ -210,7 +222,7 @@ class Table:
 
     def take(self, layout: SlotLayout, n: int) -> list[Reservation]:
         """Up to n free slots, in turns from the first `writers` slabs that have some."""
-        taken = []
+        taken: list[Reservation] = []
         with self.lock:
             slots = self._slot_class(layout)
             available = slots.available
@@ -270,9 +282,9 @@ class Table:
         self._all.setdefault(entry.digest, {})[entry.key] = entry
         entry.slab.entries[entry.slot] = entry
         self._used(entry)
-        self._slot_class(entry.slab.layout).policy.insert(entry)
+        entry.slab.policy.insert(entry)
         self.entries += 1
-        self.live_bytes += entry.slab.layout.slot_bytes
+        self.live_bytes += entry.slab.slot_bytes
 
     def install(self, entry: Entry, reservation: Reservation) -> bool:
         """Makes a committed entry visible in the place of what had its key; True if something had."""
@@ -311,6 +323,11 @@ class Table:
             taken, self._doomed = self._doomed[:most], self._doomed[most:]
             return taken
 
+    @property
+    def has_doomed(self) -> bool:
+        """Whether the index has something to forget."""
+        return bool(self._doomed)
+
     def keep_doomed(self, entries: list[Entry]) -> None:
         """Puts them back on it."""
         with self.lock:
@@ -339,9 +356,9 @@ class Table:
         table = self._all[entry.digest]
         if table.get(entry.key) is entry:
             del table[entry.key]
-        self.classes[entry.slab.layout].policy.remove(entry)
+        entry.slab.policy.remove(entry)
         self.entries -= 1
-        self.live_bytes -= entry.slab.layout.slot_bytes
+        self.live_bytes -= entry.slab.slot_bytes
 
     def _free_if_unused(self, entry: Entry) -> None:
         if entry.dead and not entry.indexed and not entry.pins and entry.slab.entries.get(entry.slot) is entry:

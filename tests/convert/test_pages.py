@@ -30,7 +30,7 @@ def test_the_last_block_needs_no_padding() -> None:
     pages = KVPages(MAPPING, exact, 5)
     assert pages.addresses == tuple(tensor.ctypes.data for tensor in exact)
     assert pages.flat(1).size == SPAN
-    with pytest.raises(LayoutError, match="tensor 1 spans 783 bytes, but 5 blocks of stride 160 .* end at 784"):
+    with pytest.raises(LayoutError, match=r"tensor 1 spans 783 bytes, but 5 blocks of stride 160 .* end at 784"):
         KVPages(MAPPING, [exact[0], exact[1][1:]], 5)
     with pytest.raises(LayoutError, match="tensor 0 spans 784 bytes, but 6 blocks"):
         KVPages(MAPPING, exact, 6)
@@ -99,7 +99,7 @@ def test_torch_tensors_with_a_storage_offset() -> None:
         converter.scatter(want, ids, pages.mapping, pages)
         assert bool((wide[1::2] == 7).all())
         assert bool((wide[:, :8] == 7).all())
-    with pytest.raises(LayoutError, match="4 blocks .* end at|5 blocks .* end at"):
+    with pytest.raises(LayoutError, match=r"tensor 0 spans .* but 5 blocks"):
         KVPages(pages.mapping, tensors, 5)
 
 

@@ -112,7 +112,9 @@ def there_and_back(store: Store, truth: Truth, lost: list[int]) -> Loaded:
         pool.poison()  # nothing may be read from here any more
 
     for block in lost:
-        path, offset, _ = store.locate(digest, KEYS[block])
+        place = store.locate(digest, KEYS[block])
+        assert place is not None
+        path, offset, _ = place
         with open(path, "r+b", buffering=0) as file:
             byte = os.pread(file.fileno(), 1, offset + 1000)[0]
             os.pwrite(file.fileno(), bytes([byte ^ 4]), offset + 1000)

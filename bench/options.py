@@ -1,0 +1,26 @@
+"""What a run of the bench does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvxfer.geometry import KVGeometry
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Sizes in bytes."""
+
+    only: str | None = None  # converter | engine
+    dirs: tuple[Path, ...] = ()  # where the engine's rows are measured
+    quick: bool = False  # fewer cases and rounds
+    runs: int = 15  # timed rounds of a case
+    threads: tuple[int, ...] = (1, 2)  # of the converter and its peers
+    io_threads: int = 8  # of the engine and its peer
+    tp_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    geometry: KVGeometry | None = None  # Llama-3.1-8B
+    converter_bytes: int = 64 * MIB  # that one run of a converter case moves
+    engine_bytes: int = 128 * MIB  # that one store or load moves

@@ -1,0 +1,263 @@
+"""What happens before a store serves anything: checks, then clean-up, then the index or what stands for it.
+
+Nothing is changed on disk before every check has passed: formats, file system, capacity.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvxfer.config import StoreConfig, slab_cost
+from kvxfer.errors import ConfigError, IOFault
+from kvxfer.io.modes import IOMode, probe_mode, refuse_network
+from kvxfer.io.system import sys_mkdir, try_unlink
+from kvxfer.store.entry import Entry
+from kvxfer.store.index import TRANSACTION, Index, IndexRecord
+from kvxfer.store.namespaces import NamespaceFiles
+from kvxfer.store.rebuild import scan_slabs
+from kvxfer.store.report import reporter
+from kvxfer.store.root import (
+    INDEX,
+    NAMESPACES,
+    SLABS,
+    RootInfo,
+    RootLock,
+    make_directories,
+    read_root,
+    strangers,
+    write_root,
+)
+from kvxfer.store.slab import FoundSlab, SlabFile, SlabHeader, restore_size, scan_directory
+
+_SPARE_DESCRIPTORS = 64
+
+
+@dataclass(slots=True)
+class Opened:
+    """A root that is locked, checked and cleaned up."""
+
+    info: RootInfo
+    lock: RootLock
+    mode: IOMode
+    found: list[FoundSlab]
+    leftovers: list[Path]
+    other_bytes: int = 0  # not the store's, or its own that could not be opened or removed
+    other_files: int = 0
+    slabs: list[SlabFile] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)  # the least recent first
+    epochs: dict[int, int] = field(default_factory=dict)  # used ones, in the order of their use where that is known
+    next_slab_id: int = 1
+    shrunk: int = 0  # entries dropped because the cap is smaller now
+    slab_errors: int = 0
+    rebuilds: int = 0
+    rebuild_reason: str = ""
+
+    def close(self) -> None:
+        """Gives everything back."""
+        for slab in self.slabs:
+            slab.close()
+        self.lock.drop()
+
+
+def open_root(config: StoreConfig) -> Opened:
+    """Checks everything, makes the root if there is none, and takes its lock.
+
+    Raises:
+        ConfigError, FormatError, StoreError, IOFault: as Store.open says; a root that was there is as it was.
+    """
+    root = config.root
+    refuse_network(root)
+    _check_descriptors(config)
+    info = read_root(root)
+    found: list[FoundSlab] = []
+    leftovers: list[Path] = []
+    with ExitStack() as undo:
+        if info is None:
+            mode = probe_mode(_nearest(root), config.direct)
+            make_directories(root)
+            lock = RootLock.take(root)
+            undo.callback(lock.drop)
+            info = read_root(root) or RootInfo(mode.alignment, 0)
+            write_root(root, info)
+        else:
+            lock = RootLock.take(root)
+            undo.callback(lock.drop)
+            info = read_root(root) or info
+            found, leftovers = scan_directory(root / SLABS, info.alignment)
+            mode = probe_mode(root, config.direct)
+        mode = _fit_mode(mode, info, config)
+        nbytes, nfiles, small = strangers(root)
+        unopened = [slab for slab in found if slab.error]
+        nbytes += sum(max(slab.size, slab.blocks) for slab in unopened)
+        nfiles += len(unopened)
+        config.check_room(nbytes, nfiles)
+        undo.pop_all()
+    for slab in unopened:
+        reporter.warn(f"slab {slab.slab_id}", f"a slab cannot be read and is left alone: {slab.error}")
+    return Opened(info, lock, mode, found, leftovers + small, nbytes, nfiles, slab_errors=len(unopened))
+
+
+def _nearest(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _check_descriptors(config: StoreConfig) -> None:
+    nbytes, nfiles = config.slab_budget
+    slabs = min(nfiles, nbytes // slab_cost(config.effective_slab_bytes))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and slabs + _SPARE_DESCRIPTORS > limit:
+        raise ConfigError(
+            f"capacity_bytes={config.capacity_bytes} with slab_bytes={config.effective_slab_bytes} means {slabs} open "
+            f"files; this process may have {limit}: raise slab_bytes, or the limit (ulimit -n)"
+        )
+
+
+def _fit_mode(mode: IOMode, info: RootInfo, config: StoreConfig) -> IOMode:
+    """The mode at the root's own alignment, which never changes."""
+    if not mode.direct or mode.alignment <= info.alignment:
+        return replace(mode, alignment=info.alignment)
+    why = f"the root is aligned to {info.alignment}, direct I/O here asks for {mode.alignment}"
+    if config.direct == "on":
+        raise ConfigError(f"direct='on', but {why}; use auto or off, or make a new root")
+    return IOMode(False, info.alignment, f"direct I/O off: {why}")
+
+
+def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> None:
+    """Cleans up, opens the slabs that the cap has room for, and finds out what they hold.
+
+    Raises:
+        IOFault: the directories cannot be made.
+    """
+    for name in (SLABS, INDEX, NAMESPACES):
+        sys_mkdir(config.root / name)
+    _clean_up(opened)
+    NamespaceFiles(config).trim()
+    loaded = index.load()
+    headers = _open_slabs(opened)
+    if loaded is not None:
+        records, opened.epochs = loaded.records, dict(loaded.epochs)
+    else:
+        scan = scan_slabs(opened.slabs, threads)
+        records, opened.epochs = scan.records, dict.fromkeys(scan.epochs, 0)
+        if opened.slabs:
+            opened.rebuilds, opened.rebuild_reason = 1, index.lost
+            reporter.warn("rebuild", f"index rebuilt from {len(opened.slabs)} slabs: {index.lost}")
+    known = {slab.slab_id for slab in opened.found} | {record.slab_id for record in records}
+    opened.next_slab_id = 1 + max(known, default=0)
+    records.sort(key=lambda record: (opened.epochs.get(record.generation >> 32, 0), record.generation & 0xFFFFFFFF))
+    opened.shrunk += _trim_slabs(opened, config, records)
+    whole = {slab.slab_id: _restore(opened, slab, *headers[slab.slab_id]) for slab in opened.slabs}
+    dropped = _believe(opened, index, records, whole)
+    index.living = lambda: map(IndexRecord.of, opened.entries)
+    index.mark_open()
+    if loaded is None or index.data_bytes > index.map_bytes:
+        index.recreate(index.living(), opened.epochs)
+    else:
+        for start in range(0, len(dropped), TRANSACTION):
+            index.apply(dropped[start : start + TRANSACTION], ())
+
+
+def _clean_up(opened: Opened) -> None:
+    destroyed = [slab.path for slab in opened.found if slab.header is None and not slab.error]
+    for path in destroyed:
+        reporter.warn(f"destroyed {path.name}", f"{path.name} has no header that could be its own: removed")
+    for path in opened.leftovers + destroyed:
+        _remove(opened, path)
+
+
+def _remove(opened: Opened, path: Path) -> bool:
+    if (fault := try_unlink(path)) is None:
+        return True
+    reporter.warn(f"remove {path.name}", f"cannot be removed and counts against the capacity: {fault}")
+    opened.slab_errors += 1
+    _count_other(opened, path)
+    return False
+
+
+def _count_other(opened: Opened, path: Path) -> None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return  # gone after all
+    opened.other_files += 1
+    opened.other_bytes += max(status.st_size, status.st_blocks * 512)
+
+
+def _open_slabs(opened: Opened) -> dict[int, tuple[FoundSlab, SlabHeader]]:
+    headers = {}
+    for found in opened.found:
+        if found.header is None:
+            continue
+        try:
+            opened.slabs.append(SlabFile.open(found, found.header, opened.mode.direct))
+            headers[found.slab_id] = found, found.header
+        except IOFault as exc:
+            opened.slab_errors += 1
+            reporter.warn(f"slab {found.slab_id}", f"a slab cannot be opened and is left alone: {exc}")
+            _count_other(opened, found.path)
+    return headers
+
+
+def _trim_slabs(opened: Opened, config: StoreConfig, records: list[IndexRecord]) -> int:
+    """Removes the slabs that the cap has no room for, the least recently written first; the entries that went."""
+    latest = {record.slab_id: rank for rank, record in enumerate(records, 1)}
+    left_bytes, left_files = config.slab_budget
+    left_bytes, left_files = left_bytes - opened.other_bytes, left_files - opened.other_files
+    kept, gone = [], set()
+    for slab in sorted(opened.slabs, key=lambda slab: (-latest.get(slab.slab_id, 0), slab.slab_id)):
+        cost = slab_cost(slab.file_bytes)
+        if cost <= left_bytes and left_files >= 1:
+            kept.append(slab)
+            left_bytes, left_files = left_bytes - cost, left_files - 1
+            continue
+        slab.close()
+        gone.add(slab.slab_id)
+        _remove(opened, slab.path)
+    opened.slabs = sorted(kept, key=lambda slab: slab.slab_id)
+    return sum(record.slab_id in gone for record in records)
+
+
+def _restore(opened: Opened, slab: SlabFile, found: FoundSlab, header: SlabHeader) -> int:
+    """How many of a slab's first slots were whole; extends it again where it was cut short."""
+    try:
+        whole, slab.usable = restore_size(found, header)
+    except IOFault as exc:
+        opened.slab_errors += 1
+        reporter.warn(f"slab {slab.slab_id}", f"{slab.name} cannot be brought to its size: {exc}")
+        whole = slab.usable = 0
+    if whole < slab.num_slots:
+        reporter.warn(f"cut {slab.slab_id}", f"{slab.name} was cut short: {whole} of {slab.num_slots} slots are whole")
+    return whole
+
+
+def _believe(opened: Opened, index: Index, records: list[IndexRecord], whole: dict[int, int]) -> list[IndexRecord]:
+    """Makes entries of the records that can be right; returns those that the index has to forget."""
+    slabs = {slab.slab_id: slab for slab in opened.slabs}
+    unopened = {found.slab_id for found in opened.found if found.path.exists()} - slabs.keys()
+    slots: dict[int, set[int]] = {slab_id: set() for slab_id in slabs}
+    dropped = []
+    # The latest first: where two records name one slot, the later one is the likelier, and the cap is for the later.
+    for record in reversed(records):
+        slab = slabs.get(record.slab_id)
+        if slab is None:
+            if record.slab_id not in unopened:  # one that could not be opened now may be there the next time
+                dropped.append(record)
+            continue
+        blocks = slab.layout.blocks_per_chunk
+        possible = record.slot < whole[record.slab_id] and 0 < record.mask < 1 << blocks and record.generation > 0
+        if not possible or record.slot in slots[record.slab_id] or len(opened.entries) >= index.max_entries:
+            opened.shrunk += possible and len(opened.entries) >= index.max_entries
+            dropped.append(record)
+            continue
+        slots[record.slab_id].add(record.slot)
+        opened.entries.append(Entry(record.digest, record.key, slab, record.slot, record.generation, record.mask))
+    for slab_id, slab in slabs.items():
+        slab.occupy(slots[slab_id])
+    opened.entries.reverse()
+    return dropped

@@ -1,0 +1,42 @@
+"""No fault outlives a test; a store that is opened is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.store import Store
+from kvxfer.testing import FaultyIO
+
+from tests.store import rig
+
+
+@pytest.fixture(autouse=True)
+def faults() -> Iterator[FaultyIO]:
+    """Faults for this test."""
+    with FaultyIO() as io:
+        yield io
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where the test's store goes; not made yet."""
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def opened(root: Path, faults: FaultyIO) -> Iterator[Callable[..., Store]]:
+    """opened(**config): a store at `root`; closed at the end of the test, after the faults are gone."""
+    stores: list[Store] = []
+
+    def make(writers: int = 4, **config: Any) -> Store:
+        stores.append(Store.open(rig.config(root, **config), writers=writers))
+        return stores[-1]
+
+    yield make
+    faults.__exit__(None, None, None)
+    for store in stores:
+        store.close()

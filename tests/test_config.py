@@ -1,0 +1,95 @@
+"""Configuration: what is refused, and that the message says what would do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.config import EngineConfig, StoreConfig, slab_cost
+from kvxfer.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("cls", "what", "known"), [(StoreConfig, "store", "capacity_bytes"), (EngineConfig, "engine", "io_threads")]
+)
+def test_unknown_keys_are_named_with_the_known_ones(cls: Any, what: str, known: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown {what} keys \['capacty', 'x'\]; known keys are \[.*'{known}'"):
+        cls.from_mapping({"root": "/x", "x": 1, "capacty": 2} if cls is StoreConfig else {"x": 1, "capacty": 2})
+
+
+def test_a_missing_root_is_named() -> None:
+    with pytest.raises(ConfigError, match="'root' is missing"):
+        StoreConfig.from_mapping({"capacity_bytes": 1 << 30})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"root": ""}, "root=''"),
+        ({"root": 3}, "root=3"),
+        ({"capacity_bytes": 1 << 21}, "capacity_bytes=2097152 must be an integer of at least 4194304"),
+        ({"capacity_bytes": 1e12}, "capacity_bytes=1000000000000.0 must be an integer"),
+        ({"capacity_bytes": True}, "capacity_bytes=True"),
+        ({"slab_bytes": 0}, "slab_bytes=0 must be an integer of at least 8192"),
+        ({"slab_bytes": 10000}, "slab_bytes=10000 must be a multiple of 4096"),
+        ({"slab_bytes": 64 << 30}, "capacity_bytes=68719476736 holds no slab of slab_bytes=68719476736"),
+        ({"max_files": 3}, "max_files=3 must be an integer of at least 7"),
+        ({"io": "uring"}, "io='uring' must be one of auto, posix"),
+        ({"direct": "yes"}, "direct='yes' must be one of auto, on, off"),
+        ({"index_map_bytes": 4096}, "index_map_bytes=4096 must be an integer of at least 1048576"),
+        ({"index_map_bytes": (1 << 20) + 1}, "must be a multiple of 4096"),
+    ],
+)
+def test_store_values_that_cannot_work_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        StoreConfig(**({"root": Path("/x")} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"io_threads": 0}, "io_threads=0 must be an integer of at least 1"),
+        ({"io_threads": 5000}, "io_threads=5000 must be 1..1024"),
+        ({"io_timeout_s": 0}, "io_timeout_s=0 must be a number of seconds in 0.001..86400"),
+        ({"io_timeout_s": float("nan")}, "io_timeout_s=nan"),
+        ({"shutdown_timeout_s": "5"}, "shutdown_timeout_s='5'"),
+        ({"max_lost_threads": -1}, "max_lost_threads=-1 must be an integer of at least 0"),
+        ({"max_queued_store_chunks": 0}, "max_queued_store_chunks=0"),
+        ({"read_piece_bytes": 100}, "read_piece_bytes=100 must be an integer of at least 4096"),
+    ],
+)
+def test_engine_values_that_cannot_work_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**changes)
+
+
+@given(st.integers(4 << 20, 1 << 44), st.integers(7, 1 << 16))
+def test_the_shares_never_pass_the_caps(capacity: int, max_files: int) -> None:
+    config = StoreConfig(root=Path("/x"), capacity_bytes=capacity, max_files=max_files)
+    nbytes, nfiles = config.slab_budget
+    assert nbytes >= slab_cost(config.effective_slab_bytes)
+    assert nbytes + config.effective_index_map_bytes + config.namespace_bytes < capacity
+    assert 1 <= nfiles < max_files
+    assert nfiles + config.max_namespaces < max_files
+    assert config.effective_slab_bytes % 4096 == config.effective_index_map_bytes % 4096 == 0
+
+
+def test_the_room_of_others_counts() -> None:
+    config = StoreConfig(root=Path("/x"), capacity_bytes=8 << 20, max_files=64)
+    config.check_room(1 << 20, 4)
+    with pytest.raises(ConfigError, match="capacity_bytes=8388608 holds no slab.*7340032 bytes of others"):
+        config.check_room(7 << 20, 0)
+    with pytest.raises(ConfigError, match="max_files=64 leaves no file for a slab.* 60 are others'"):
+        config.check_room(0, 60)
+
+
+def test_defaults() -> None:
+    config = StoreConfig.from_mapping({"root": "/x"})
+    assert config.root == Path("/x")
+    assert config.effective_slab_bytes == 1 << 30
+    assert config.effective_index_map_bytes == 512 << 20
+    assert EngineConfig.from_mapping({"io_threads": 3}).io_threads == 3
