@@ -49,16 +49,16 @@ bench: install ## converter and engine rows against their peers; DIR=/mnt/nvme s
 	@$(BIN)/python -m bench $(if $(DIR),--dir $(DIR)) $(ARGS)
 
 # csrc under the sanitizers, built aside, the tests that reach it run over that library.
-SANITIZED := tests --ignore tests/model --ignore tests/cli --ignore tests/test_project.py -m 'not gpu and not gds and not slow' --timeout 600
+SANITIZED := tests --capture=sys --ignore tests/model --ignore tests/cli --ignore tests/test_project.py -m 'not gpu and not gds and not slow' --timeout 600
 test-asan: install ## the tests over csrc built with AddressSanitizer and UBSan
 	@KVXFER_SANITIZE=address $(BIN)/python setup.py -q build_ext --build-lib build/asan
 	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 KVXFER_LIBRARY=build/asan/$(LIBRARY) $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
+	ASAN_OPTIONS=detect_leaks=0 KVXFER_LIBRARY=$(CURDIR)/build/asan/$(LIBRARY) $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
 
 test-tsan: install ## the tests over csrc built with ThreadSanitizer
 	@KVXFER_SANITIZE=thread $(BIN)/python setup.py -q build_ext --build-lib build/tsan
 	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libtsan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
-	KVXFER_LIBRARY=build/tsan/$(LIBRARY) $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
+	KVXFER_LIBRARY=$(CURDIR)/build/tsan/$(LIBRARY) $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
 
 clean: ## remove what was built; .venv stays
 	@rm -rf build dist *.egg-info $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

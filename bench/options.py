@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvxfer.geometry import KVGeometry
 
@@ -24,3 +26,5 @@ class Options:
     geometry: KVGeometry | None = None  # Llama-3.1-8B
     converter_bytes: int = 64 * MIB  # that one run of a converter case moves
     engine_bytes: int = 128 * MIB  # that one store or load moves
+    engine: Mapping[str, Any] = field(default_factory=dict)  # further fields of EngineConfig
+    row_sizes: tuple[int, ...] | None = None  # of host rows; None: the project's three

@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 
 def allocate(nbytes: int) -> Bytes:
     """Touched anonymous memory, page-aligned, in huge pages where the system gives them: what a pool of many GB has."""
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)

@@ -78,19 +78,20 @@ constexpr uint32_t power_of_x(uint64_t exponent) {
   return value;
 }
 
-__attribute__((target("sse4.2"))) inline uint64_t crc_word(uint64_t crc, const uint8_t *p) {
+__attribute__((target("sse4.2,crc32"))) inline uint64_t crc_word(uint64_t crc, const uint8_t *p) {
   uint64_t word;
   std::memcpy(&word, p, 8);
   return _mm_crc32_u64(crc, word);
 }
 
-__attribute__((target("sse4.2,pclmul"))) inline uint64_t carry_over(uint64_t crc, uint32_t power) {
+__attribute__((target("sse4.2,crc32,pclmul"))) inline uint64_t carry_over(uint64_t crc, uint32_t power) {
   const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<int64_t>(crc)),
                                                _mm_cvtsi64_si128(static_cast<int64_t>(power)), 0);
   return _mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(product)));
 }
 
-__attribute__((target("sse4.2,pclmul"))) uint32_t crc32c_sse(uint32_t start, const uint8_t *p, uint64_t n) {
+__attribute__((target("sse4.2,crc32,pclmul"))) uint32_t crc32c_sse(uint32_t start, const uint8_t *p,
+                                                                   uint64_t n) {
   constexpr uint32_t kOver1 = power_of_x(64 * kStrand - 33), kOver2 = power_of_x(128 * kStrand - 33);
   uint64_t crc = start;
   for (; n >= 24 * kStrand; p += 24 * kStrand, n -= 24 * kStrand) {

@@ -55,10 +55,10 @@ struct Span {
   uint64_t bytes;
 };
 
-// With fragments of kMinSpan bytes or more a row has at most kMaxSpans spans: one may begin before it, one
-// end behind.
-constexpr uint64_t kMinSpan = 64;
-constexpr uint64_t kMaxSpans = kRowBytes / kMinSpan + 1;
+// Rows are taken whole, or in quarters where fragments are small: so that this many spans always suffice, as
+// one may begin before a piece of a row and one end behind it.
+constexpr uint64_t kMaxSpans = kRowBytes / kLine + 1;
+static_assert(kMaxSpans == kRowBytes / 4 / kLeastSpan + 1, "quarters");
 
 struct Row {
   uint64_t count = 0;
@@ -110,6 +110,26 @@ KVX_TARGET __attribute__((always_inline)) inline void copy_span(uint8_t *to, con
   }
 }
 
+// The same with streaming stores to any multiple of 16. n is one too.
+template <bool kSum>
+KVX_TARGET __attribute__((always_inline)) inline void stream_span(uint8_t *to, const uint8_t *from,
+                                                                  uint64_t n, const uint32_t *k, Sum &sum,
+                                                                  const uint8_t *ahead) {
+  uint64_t i = 0;
+  while (i < n) {
+    const bool whole = i + kVec <= n && reinterpret_cast<uintptr_t>(to + i) % kVec == 0;
+    const Vec v = whole ? load(from + i) : load16(from + i);
+    if (whole) {
+      stream(to + i, v);
+    } else {
+      stream16(to + i, v);
+    }
+    if (kSum) mac(sum, v, k + i / 4);
+    __builtin_prefetch(ahead + i, 0, 2);
+    i += whole ? kVec : 16;
+  }
+}
+
 // The sum of n bytes of an absent block.
 KVX_TARGET inline void sum_span(const uint8_t *from, uint64_t n, const uint32_t *k, Sum &sum) {
   uint64_t i = 0;
@@ -129,9 +149,8 @@ KVX_TARGET inline void zero_span(uint8_t *to, uint64_t n) {
 // One row: canonical bytes at `canonical`, pages at the row's spans. `next` is what is fetched meanwhile.
 // Returns the row's sum with kSum.
 template <bool kGather, bool kSum, bool kStream>
-KVX_TARGET inline uint64_t move_row(uint8_t *canonical, const Row &row, const Row &next) {
+KVX_TARGET inline uint64_t move_row(uint8_t *canonical, const uint32_t *k, const Row &row, const Row &next) {
   Sum sum = {};
-  const uint32_t *k = column_coefficients();
   for (uint64_t s = 0; s < row.count; ++s) {
     const Span &span = row.spans[s];
     if (span.at != nullptr) {
@@ -172,10 +191,9 @@ KVX_TARGET inline void move_small(const Mapping &mapping, const int64_t *block_i
   }
 }
 
-// A whole row lies at `row` in cache: its sum, and with kStream its way on to `place`.
+// n bytes of a row lie at `row` in cache: their sum, and with kStream their way on to `place`.
 template <bool kSum, bool kStream>
-KVX_TARGET inline uint64_t finish_row(uint8_t *place, const uint8_t *row, uint64_t n) {
-  const uint32_t *const k = column_coefficients();
+KVX_TARGET inline uint64_t finish_row(uint8_t *place, const uint8_t *row, uint64_t n, const uint32_t *k) {
   if (!kStream) return kSum ? sum_bytes(row, n, k) : 0;
   Sum sum = {};
   copy_span<kSum, true, false>(place, row, n, k, sum, nullptr);
@@ -196,9 +214,9 @@ KVX_TARGET void run_small(const Mapping &mapping, const OwnedSegment &segment, c
     if (kGather) {
       uint8_t *const row = kStream ? staged : place;
       move_small<true>(mapping, block_ids, cursor, row, n);
-      words = finish_row<kSum, kStream>(place, row, n);
+      words = finish_row<kSum, kStream>(place, row, n, column_coefficients());
     } else {
-      words = finish_row<kSum, false>(nullptr, place, n);
+      words = finish_row<kSum, false>(nullptr, place, n, column_coefficients());
       move_small<false>(mapping, block_ids, cursor, place, n);
     }
     if (kSum) sum += words * row_coefficient(r);
@@ -206,48 +224,51 @@ KVX_TARGET void run_small(const Mapping &mapping, const OwnedSegment &segment, c
   if (kSum) *result = sum;
 }
 
-// One row of a segment: straight to its place, or by way of `staged` (a gather that streams) or of the place
+// A piece of a row: straight to its place, or by way of `staged` (a gather that streams) or of the place
 // itself.
 template <bool kGather, bool kSum, bool kStream>
-KVX_TARGET inline uint64_t run_row(Route route, uint8_t *place, uint64_t n, uint8_t *staged, const Row &row,
-                                   const Row &next) {
-  if (route == Route::kDirect) return move_row<kGather, kSum, kStream>(place, row, next);
+KVX_TARGET inline uint64_t run_row(Route route, uint8_t *place, uint64_t n, const uint32_t *k,
+                                   uint8_t *staged, const Row &row, const Row &next) {
+  if (route == Route::kDirect) return move_row<kGather, kSum, kStream>(place, k, row, next);
   if (kGather) {
     uint8_t *const to = kStream ? staged : place;
-    move_row<true, false, false>(to, row, next);
-    return finish_row<kSum, kStream>(place, to, n);
+    move_row<true, false, false>(to, k, row, next);
+    return finish_row<kSum, kStream>(place, to, n, k);
   }
-  const uint64_t sum = finish_row<kSum, false>(nullptr, place, n);
-  move_row<false, false, false>(place, row, next);
+  const uint64_t sum = finish_row<kSum, false>(nullptr, place, n, k);
+  move_row<false, false, false>(place, k, row, next);
   return sum;
 }
 
 constexpr uint64_t kAhead = 2;
 
-// Segments in lockstep: row r of each, then row r + 1 of each.
+// Segments in lockstep: piece r of each, then piece r + 1 of each. `unit`: bytes of a piece, a row or a
+// quarter of one.
 template <bool kGather, bool kSum, bool kStream>
 KVX_TARGET void run_rows(const Mapping &mapping, const OwnedSegment *segments, uint32_t count,
-                         const int64_t *block_ids, uint8_t *const *canonical, uint64_t *sums, Route route) {
+                         const int64_t *block_ids, uint8_t *const *canonical, uint64_t *sums, Route route,
+                         uint64_t unit) {
   alignas(64) uint8_t staged[kRowBytes];
   Cursor cursors[kMaxGroup];
-  Row rows[kMaxGroup][kAhead + 1];  // row r at r modulo their number
+  Row rows[kMaxGroup][kAhead + 1];  // piece r at r modulo their number
   uint64_t longest = 0;
   for (uint32_t s = 0; s < count; ++s) {
     cursors[s] = begin(mapping, segments[s]);
     if (kSum) sums[s] = 0;
     longest = std::max(longest, segments[s].bytes);
     for (uint64_t r = 0; r < kAhead; ++r) {
-      decode(mapping, block_ids, cursors[s], row_bytes(segments[s].bytes, r), rows[s][r]);
+      decode(mapping, block_ids, cursors[s], piece_bytes(segments[s].bytes, r, unit), rows[s][r]);
     }
   }
-  for (uint64_t r = 0; r * kRowBytes < longest; ++r) {
-    const uint64_t coefficient = kSum ? row_coefficient(r) : 0;
+  for (uint64_t r = 0; r * unit < longest; ++r) {
+    const uint64_t coefficient = kSum ? row_coefficient(r * unit / kRowBytes) : 0;
+    const uint32_t *const k = column_coefficients() + r * unit % kRowBytes / 4;
     const uint64_t now = r % (kAhead + 1), then = (r + kAhead) % (kAhead + 1);
     for (uint32_t s = 0; s < count; ++s) {
-      const uint64_t n = row_bytes(segments[s].bytes, r);
+      const uint64_t n = piece_bytes(segments[s].bytes, r, unit);
       if (n == 0) continue;
-      decode(mapping, block_ids, cursors[s], row_bytes(segments[s].bytes, r + kAhead), rows[s][then]);
-      const uint64_t sum = run_row<kGather, kSum, kStream>(route, canonical[s] + r * kRowBytes, n, staged,
+      decode(mapping, block_ids, cursors[s], piece_bytes(segments[s].bytes, r + kAhead, unit), rows[s][then]);
+      const uint64_t sum = run_row<kGather, kSum, kStream>(route, canonical[s] + r * unit, n, k, staged,
                                                            rows[s][now], rows[s][then]);
       if (kSum) sums[s] += sum * coefficient;
     }
@@ -258,7 +279,8 @@ KVX_TARGET void run_rows(const Mapping &mapping, const OwnedSegment *segments, u
 // fragments are whole cache lines.
 template <bool kSum>
 KVX_TARGET void run_fragments(const Mapping &mapping, const OwnedSegment *segments, uint32_t count,
-                              const int64_t *block_ids, const uint8_t *const *canonical, uint64_t *sums) {
+                              const int64_t *block_ids, const uint8_t *const *canonical, uint64_t *sums,
+                              uint64_t unit) {
   constexpr uint64_t kReadAhead = 1024;  // in each segment; a fetch beyond its end does nothing
   Cursor cursors[kMaxGroup];
   Row rows[kMaxGroup];
@@ -270,15 +292,15 @@ KVX_TARGET void run_fragments(const Mapping &mapping, const OwnedSegment *segmen
     if (kSum) sums[s] = 0;
     longest = std::max(longest, segments[s].bytes);
   }
-  for (uint64_t r = 0; r * kRowBytes < longest; ++r) {
+  for (uint64_t r = 0; r * unit < longest; ++r) {
     Sum row_sums[kMaxGroup];
     const uint32_t *k[kMaxGroup];
     uint64_t most = 0;
     for (uint32_t s = 0; s < count; ++s) {
-      decode(mapping, block_ids, cursors[s], row_bytes(segments[s].bytes, r), rows[s]);
+      decode(mapping, block_ids, cursors[s], piece_bytes(segments[s].bytes, r, unit), rows[s]);
       most = std::max(most, rows[s].count);
       row_sums[s] = Sum{};
-      k[s] = column_coefficients();
+      k[s] = column_coefficients() + r * unit % kRowBytes / 4;
     }
     for (uint64_t j = 0; j < most; ++j) {
       for (uint32_t s = 0; s < count; ++s) {
@@ -286,7 +308,7 @@ KVX_TARGET void run_fragments(const Mapping &mapping, const OwnedSegment *segmen
         const Span span = rows[s].spans[j];
         Sum sum = row_sums[s];
         if (span.at != nullptr) {
-          copy_span<kSum, true, true>(span.at, from[s], span.bytes, k[s], sum, from[s] + kReadAhead);
+          stream_span<kSum>(span.at, from[s], span.bytes, k[s], sum, from[s] + kReadAhead);
         } else if (kSum) {
           sum_span(from[s], span.bytes, k[s], sum);
         }
@@ -296,29 +318,31 @@ KVX_TARGET void run_fragments(const Mapping &mapping, const OwnedSegment *segmen
       }
     }
     if (!kSum) continue;
-    for (uint32_t s = 0; s < count; ++s) sums[s] += total(row_sums[s]) * row_coefficient(r);
+    const uint64_t coefficient = row_coefficient(r * unit / kRowBytes);
+    for (uint32_t s = 0; s < count; ++s) sums[s] += total(row_sums[s]) * coefficient;
   }
 }
 
 template <bool kGather, bool kSum, bool kStream>
 KVX_TARGET void run_group(const Mapping &mapping, const OwnedSegment *segments, uint32_t count,
-                          const int64_t *block_ids, uint8_t *const *canonical, uint64_t *sums, Route route) {
+                          const int64_t *block_ids, uint8_t *const *canonical, uint64_t *sums, Route route,
+                          uint64_t unit) {
   if (route == Route::kSmall) {
     for (uint32_t s = 0; s < count; ++s) {
       run_small<kGather, kSum, kStream>(mapping, segments[s], block_ids, canonical[s],
                                         kSum ? &sums[s] : nullptr);
     }
   } else if constexpr (kStream && !kGather) {
-    run_fragments<kSum>(mapping, segments, count, block_ids, canonical, sums);
+    run_fragments<kSum>(mapping, segments, count, block_ids, canonical, sums, unit);
   } else {
-    run_rows<kGather, kSum, kStream>(mapping, segments, count, block_ids, canonical, sums, route);
+    run_rows<kGather, kSum, kStream>(mapping, segments, count, block_ids, canonical, sums, route, unit);
   }
   if (kStream) fence();
 }
 
 // Bit 0: gather, bit 1: sum, bit 2: stream.
 using RunGroup = void (*)(const Mapping &, const OwnedSegment *, uint32_t, const int64_t *, uint8_t *const *,
-                          uint64_t *, Route);
+                          uint64_t *, Route, uint64_t);
 constexpr RunGroup kRunGroup[] = {run_group<false, false, false>, run_group<true, false, false>,
                                   run_group<false, true, false>,  run_group<true, true, false>,
                                   run_group<false, false, true>,  run_group<true, false, true>,

@@ -18,16 +18,18 @@ namespace {
 constexpr uint32_t kMaxGroup =
     8;  // segments in lockstep: their rows and those ahead of them stay in the first cache
 
-// How the rows of a group travel: fragment by fragment to their places; put together in cache, because a
-// fragment's end would touch a place off a word (for the sum) or off a line (for streaming); or likewise
-// without looking ahead, which does not pay for small fragments.
+constexpr uint64_t kLine = 64;
+constexpr uint64_t kLeastSpan = 16;  // of fragments that are looked up ahead
+
+// How the pieces of a group's rows travel: fragment by fragment to their places; put together in cache,
+// because a fragment's end would touch a place off a word (for the sum) or off a line (for streaming); or
+// likewise without looking ahead, which does not pay for tiny fragments.
 enum class Route { kDirect, kStaged, kSmall };
 
-// Bytes of row r of a segment; 0 behind its end.
-inline uint64_t row_bytes(uint64_t segment_bytes, uint64_t r) {
-  if (r * kRowBytes >= segment_bytes) return 0;
-  const uint64_t rest = segment_bytes - r * kRowBytes;
-  return rest < kRowBytes ? rest : kRowBytes;
+// Bytes of piece r of a segment that is cut into pieces of `unit`; 0 behind its end.
+inline uint64_t piece_bytes(uint64_t segment_bytes, uint64_t r, uint64_t unit) {
+  if (r * unit >= segment_bytes) return 0;
+  return std::min(unit, segment_bytes - r * unit);
 }
 
 }  // namespace
@@ -40,7 +42,7 @@ namespace kvx {
 namespace {
 
 using RunGroup = void (*)(const Mapping &, const OwnedSegment *, uint32_t, const int64_t *, uint8_t *const *,
-                          uint64_t *, Route);
+                          uint64_t *, Route, uint64_t);
 constexpr const RunGroup *kRunGroup[] = KVX_FOR_EACH_ISA(kRunGroup);
 
 // Standalone copies of so many bytes and more are written around the caches.
@@ -61,23 +63,27 @@ template <bool kGather>
 void copy_group(const Mapping &mapping, uint32_t first, uint32_t end, const int64_t *block_ids,
                 uint8_t *const *canonical, uint64_t *sums, bool stream) {
   uint64_t least = UINT64_MAX, fragments = 0, pages = 0, places = 0;
+  bool joined = true;
   for (uint32_t s = first; s < end; ++s) {
     const OwnedSegment &segment = mapping.segments[s];
     least = std::min(least, segment.least_fragment);
     fragments |= segment.fragment_grain;
     pages |= segment.page_grain;
     places |= reinterpret_cast<uintptr_t>(canonical[s - first]);
+    joined = joined && (s == first || segment.adjacent);
   }
-  constexpr uint64_t kLine = 64;
   const bool lines = grain(fragments | kLine) == kLine;
-  stream = stream && grain((kGather ? places : pages) | kLine) == kLine;
+  // A scatter may stream parts of lines where the group's next fragment at once fills the line up.
+  const bool filled = joined && least * (end - first) >= 4 * kLine && grain(pages | kLeastSpan) == kLeastSpan;
+  stream = stream && (grain((kGather ? places : pages) | kLine) == kLine || (!kGather && filled));
   uint64_t unused[kMaxGroup];
   if (kGather && stream && lines && sums == nullptr) sums = unused;  // faster, see copy_kernels.h
   const bool straight = kGather && stream ? lines : sums == nullptr || grain(fragments | 4) == 4;
-  const Route route = least < kLine ? Route::kSmall : straight ? Route::kDirect : Route::kStaged;
+  const Route route = least < kLeastSpan ? Route::kSmall : straight ? Route::kDirect : Route::kStaged;
   const int which = (kGather ? 1 : 0) | (sums != nullptr ? 2 : 0) | (stream ? 4 : 0);
   kRunGroup[static_cast<int>(isa())][which](mapping, &mapping.segments[first], end - first, block_ids,
-                                            canonical, sums, route);
+                                            canonical, sums, route,
+                                            least < kLine ? kRowBytes / 4 : kRowBytes);
   if (!kGather) return;
   for (uint32_t s = first; s < end; ++s) {
     const OwnedSegment &segment = mapping.segments[s];
@@ -271,7 +277,11 @@ int build(const kvx_run *runs, uint64_t num_runs, const uint32_t *segments, uint
     }
     segment.end_piece = mapping->pieces.size();
     describe(mapping->runs.data() + first, mapping->runs.data() + r, &segment);
-    segment.beside = i > 0 && lies_beside(mapping->runs[first_of_last], mapping->runs[first]);
+    if (i > 0) {
+      const PlanRun &before = mapping->runs[first_of_last];
+      segment.beside = lies_beside(before, mapping->runs[first]);
+      segment.adjacent = segment.beside && before.base + before.fragment_size == mapping->runs[first].base;
+    }
     first_of_last = first;
     mapping->part_bytes += segment.bytes;
     mapping->segments.push_back(segment);

@@ -35,7 +35,8 @@ struct OwnedSegment {
   uint64_t least_fragment;
   uint64_t fragment_grain;  // the power of two that divides every fragment ...
   uint64_t page_grain;      // ... and every fragment's address as well
-  bool beside;              // its fragments lie between those of the segment before: one fetch serves both
+  bool beside;    // its fragments lie between those of the segment before: one fetch serves both ...
+  bool adjacent;  // ... and start where those end
 };
 
 }  // namespace kvx

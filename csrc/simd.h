@@ -5,6 +5,7 @@
 // There is no include guard on purpose; everything has internal linkage. Every set has
 // - Vec, and kVec: a vector and its bytes
 // - load(), store() at any address, stream() at a multiple of kVec
+// - load16(), stream16(): 16 bytes with zeros behind them; the first 16 bytes of a vector to a multiple of 16
 // - load_part(): n < kVec bytes with zeros behind them, and copy_part(): n < kVec bytes. They touch no other
 // byte.
 // - Sum, mac(), total(): a sum of 32-bit words times coefficients modulo 2^64, which starts as {}
@@ -24,6 +25,12 @@ constexpr uint64_t kVec = 64;
 KVX_INLINE Vec load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 KVX_INLINE void store(uint8_t *p, Vec v) { _mm512_storeu_si512(p, v); }
 KVX_INLINE void stream(uint8_t *p, Vec v) { _mm512_stream_si512(reinterpret_cast<Vec *>(p), v); }
+KVX_INLINE Vec load16(const uint8_t *p) {
+  return _mm512_zextsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+}
+KVX_INLINE void stream16(uint8_t *p, Vec v) {
+  _mm_stream_si128(reinterpret_cast<__m128i *>(p), _mm512_castsi512_si128(v));
+}
 KVX_INLINE __mmask64 first(uint64_t n) { return _bzhi_u64(~uint64_t{0}, static_cast<unsigned>(n)); }
 KVX_INLINE Vec load_part(const uint8_t *p, uint64_t n) { return _mm512_maskz_loadu_epi8(first(n), p); }
 KVX_INLINE void copy_part(uint8_t *to, const uint8_t *from, uint64_t n) {
@@ -56,6 +63,12 @@ constexpr uint64_t kVec = 32;
 KVX_INLINE Vec load(const uint8_t *p) { return _mm256_loadu_si256(reinterpret_cast<const Vec *>(p)); }
 KVX_INLINE void store(uint8_t *p, Vec v) { _mm256_storeu_si256(reinterpret_cast<Vec *>(p), v); }
 KVX_INLINE void stream(uint8_t *p, Vec v) { _mm256_stream_si256(reinterpret_cast<Vec *>(p), v); }
+KVX_INLINE Vec load16(const uint8_t *p) {
+  return _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+}
+KVX_INLINE void stream16(uint8_t *p, Vec v) {
+  _mm_stream_si128(reinterpret_cast<__m128i *>(p), _mm256_castsi256_si128(v));
+}
 KVX_INLINE Vec load_part(const uint8_t *p, uint64_t n) {
   alignas(32) uint8_t bytes[32] = {};
   std::memcpy(bytes, p, n);
@@ -102,6 +115,8 @@ KVX_INLINE Vec load(const uint8_t *p) {
 }
 KVX_INLINE void store(uint8_t *p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 KVX_INLINE void stream(uint8_t *p, Vec v) { store(p, v); }
+KVX_INLINE Vec load16(const uint8_t *p) { return load(p); }
+KVX_INLINE void stream16(uint8_t *p, Vec v) { store(p, v); }
 KVX_INLINE Vec load_part(const uint8_t *p, uint64_t n) {
   Vec v = {};
   std::memcpy(&v, p, n);

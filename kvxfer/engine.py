@@ -300,6 +300,8 @@ class TransferEngine:
         ids = block_table(block_ids, len(keys), self._blocks_per_chunk, self._blocks)
         if direction == LOAD:
             refuse_repeated(ids)
+            if not all(pages.writable for pages in self._pages):
+                raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
         elif len(keys) and (empty := (ids < 0).all(axis=1)).any():
             raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
         job = PendingJob(job_id, tuple(keys), ids)

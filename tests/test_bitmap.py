@@ -35,8 +35,8 @@ def test_leading_run_of_forty(missing: list[int], run: int) -> None:
 
 
 def test_from_status_takes_only_ok() -> None:
-    status = bytes([0, 0, 2, 0, 11, 255])
-    want = CompletionBitmap.from_bools([1, 1, 0, 1, 0, 0])
+    status = bytes([0, 0, 2, 0, 1, 11, 255])
+    want = CompletionBitmap.from_bools([1, 1, 0, 1, 0, 0, 0])
     assert CompletionBitmap.from_status(status) == want
     assert CompletionBitmap.from_status(np.frombuffer(status, np.uint8)) == want
     assert CompletionBitmap.from_status(bytearray(status)) == want

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvxfer import checksum
+from kvxfer import _native, checksum
 from kvxfer.checksum import MAX_ROWS, ROW_WORDS, k1_table, k2, segment_checksum
 
 FORMAT = Path(__file__).parents[1] / "docs" / "format.md"
@@ -59,6 +59,7 @@ def bytes_of(length: int, rule: str) -> NDArray[np.uint8]:
 def test_published_vectors(length: int, rule: str, first_word: int, want: int) -> None:
     data = bytes_of(length, rule)
     assert segment_checksum(data, first_word) == want
+    assert _native.lib().kvx_checksum(_native.address(data), length, first_word) == want
     if length <= 20_000:
         assert plain(data.tobytes(), first_word) == want
 

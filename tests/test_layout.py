@@ -39,9 +39,8 @@ LLAMA = PRESETS["llama-3.1-8b"]
 def test_run_dtype_is_kvx_run() -> None:
     assert RUN_DTYPE.itemsize == ctypes.sizeof(_native.Run)
     assert RUN_DTYPE.fields is not None
-    for name, ctype in _native.Run._fields_:
-        field = getattr(_native.Run, name)
-        assert RUN_DTYPE.fields[name] == (np.dtype(ctype), field.offset)
+    for name, ctype, *_ in _native.Run._fields_:
+        assert RUN_DTYPE.fields[name] == (np.dtype(ctype), getattr(_native.Run, name).offset)
 
 
 # ---- page layouts
@@ -313,6 +312,7 @@ def put(index: int, value: int) -> Callable[[NDArray[Any]], object]:
         ({"fragment_size": put(7, 15)}, "rank 1: "),
         ({"fragment_size": put(0, 0)}, "rank 1: run 0 does not fit"),
         ({"num_fragments": put(3, 2**63)}, "rank 1: run 3 does not fit"),
+        ({"num_fragments": put(3, 2**40), "local_stride": put(3, 0)}, "rank 1: run 3 does not fit"),
         ({"fragment_size": put(3, 2**63)}, "rank 1: run 3 does not fit"),
         ({"local_stride": put(3, 2**63)}, "rank 1: run 3 does not fit"),
         ({"local_offset": put(3, 2**63)}, "rank 1: run 3 does not fit"),

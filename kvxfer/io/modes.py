@@ -100,7 +100,10 @@ def _try(directory: Path, direct: bool) -> IOMode:
         alignment = max(ALIGNMENT, asked or 0)
         if alignment & (alignment - 1):
             raise fault(errno.EINVAL, f"an alignment of {alignment} is no power of two", path)
-        sys_fallocate(fd, _PAGES * alignment, path)
+        if (full := _allocate(fd, _PAGES * alignment, path)) is not None:
+            # Serving what is there must not wait for room. Without a try, the kernel's word has to do.
+            sys_close(fd)
+            return IOMode(direct and asked is not None, alignment, f"not tried: {full.strerror}")
     except BaseException:
         sys_close(fd)
         raise
@@ -110,6 +113,17 @@ def _try(directory: Path, direct: bool) -> IOMode:
         return IOMode(False, alignment, "buffered I/O works")
     said = f"statx asks for {asked}" if asked else "statx does not say, taken as " + str(ALIGNMENT)
     return IOMode(True, alignment, f"direct I/O works, aligned to {alignment} ({said})")
+
+
+def _allocate(fd: int, nbytes: int, path: Path) -> IOFault | None:
+    """Preallocates; the fault if the disk is full."""
+    try:
+        sys_fallocate(fd, nbytes, path)
+    except IOFault as exc:
+        if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return exc
+    return None
 
 
 def _write_and_compare(file: PosixFile, alignment: int) -> None:

@@ -155,8 +155,10 @@ def read_small(path: Path, limit: int = _CHUNK) -> bytes | None:
         sys_close(fd)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Makes `data` the contents of `path`: the old ones or the new ones survive a crash, never a mixture.
+def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Makes `data` the contents of `path`: a reader finds the old ones or the new ones, never a mixture.
+
+    Durable: the same holds after the machine went down, and the new ones are on the device when this returns.
 
     Raises:
         IOFault: it failed; the old file is as it was and the temporary one is gone.
@@ -166,14 +168,16 @@ def replace_file(path: Path, data: bytes) -> None:
     try:
         try:
             write_all(fd, data, 0, temporary)
-            sys_fsync(fd, temporary)
+            if durable:
+                sys_fsync(fd, temporary)
         finally:
             sys_close(fd)
         sys_rename(temporary, path)
     except IOFault:
         _native.lib().kvx_sys_unlink(os.fsencode(temporary))
         raise
-    sync_directory(path.parent)
+    if durable:
+        sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -47,7 +47,7 @@ class NamespaceFiles:
         self._make_room(_cost(len(text)), in_use | {digest})
         sys_mkdir(self._directory)
         sys_mkdir(place)
-        replace_file(path, text)
+        replace_file(path, text, durable=False)  # one that is damaged is written again
 
     def trim(self) -> None:
         """Removes the oldest ones until the rest fits: the share may have shrunk since they were written."""

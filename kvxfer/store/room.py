@@ -70,12 +70,13 @@ class SlabRoom:
         slabs = self._table.slabs()
         return sum(slab_cost(slab.file_bytes) for slab in slabs) + self.other_bytes, len(slabs) + self.other_files
 
-    def widen(self, layout: SlotLayout, n: int) -> None:
+    def widen(self, layout: SlotLayout, n: int) -> Made:
         """Makes slabs until as many as there are writers (or slots asked for) have free slots; else one more."""
         have = self._table.open_slabs(layout)
         for _ in range(min(self._writers, max(n, have + 1)) - have):
-            if self.create(layout) is not Made.YES:
-                return
+            if (made := self.create(layout)) is not Made.YES:
+                return made
+        return Made.YES
 
     def create(self, layout: SlotLayout) -> Made:
         """Makes a slab, if the cap has room for it, and gives its slots to the table."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvxfer.errors import FormatError, StoreError
+from kvxfer.errors import FormatError, IOFault, StoreError
 from kvxfer.io.modes import PROBE_NAME
 from kvxfer.io.system import (
     TEMPORARY,
@@ -27,6 +27,7 @@ from kvxfer.io.system import (
 )
 from kvxfer.slot import ALIGNMENT
 from kvxfer.store.index import DATA, STATE
+from kvxfer.store.report import reporter
 from kvxfer.store.slab import SLAB_NAME
 
 FORMAT = 1
@@ -141,8 +142,11 @@ class RootLock:
 
     def sign(self) -> None:
         """Writes this process's number into the file, for whoever is refused."""
-        sys_ftruncate(self._fd, 0, self._path)
-        write_all(self._fd, b"%d\n" % os.getpid(), 0, self._path)
+        try:
+            sys_ftruncate(self._fd, 0, self._path)
+            write_all(self._fd, b"%d\n" % os.getpid(), 0, self._path)
+        except IOFault as exc:
+            reporter.warn("lock", f"the lock cannot be signed: {exc}")  # it is held all the same
 
     def drop(self) -> None:
         """Gives the lock back."""

@@ -225,7 +225,6 @@ class Store:
                 return []
             self._forget_doomed()
             want = min(n, self._index_room(slot, n))
-            self._room.widen(slot, want)
             taken = self._take(slot, want)
             self._refused += n - len(taken)
             return taken
@@ -233,16 +232,15 @@ class Store:
     def _take(self, slot: SlotLayout, n: int) -> list[Reservation]:
         """Free slots, else those of a new slab, else those of what goes for them."""
         taken: list[Reservation] = []
-        reclaim = True
+        made, reclaim = self._room.widen(slot, n), True
         while len(taken) < n:
             if got := self._table.take(slot, min(n - len(taken), TRANSACTION)):
                 taken += got
-                continue
-            made = self._room.create(slot)
-            if made is Made.YES:
-                continue
-            if reclaim and made is not Made.FAILED and self._reclaim_colder(slot):
-                reclaim = made is Made.OVER_CAP  # a full disk may be full of others' files: one try is enough
+            elif made is Made.YES:
+                made = self._room.create(slot)
+            elif reclaim and made is not Made.FAILED and self._reclaim_colder(slot):
+                # A disk that is full may be full of others' files, and stay so: one slab is enough of a try.
+                made, reclaim = Made.YES, made is Made.OVER_CAP
             elif not self._evict(slot, min(n - len(taken), TRANSACTION), "capacity"):
                 break
         return taken

@@ -181,13 +181,17 @@ _REAL = _native.lib
 
 def test_handles_are_made_once_and_released_with_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     counting = _CountingLib()
-    monkeypatch.setattr(native._native, "lib", lambda: counting)
+    monkeypatch.setattr(_native, "lib", lambda: counting)
     mapping, other = row_mapping(64), row_mapping(64, alignment=8192)
     pages = KVPages(mapping, [np.zeros(64, np.uint8)], 1)
     handles = [native.mapping_handle(pages, m, live) for m in (mapping, other) for live in (True, False, True)]
     assert counting.made == len(set(handles)) == 4
     assert handles[0] == handles[2]
     assert not counting.released
+    kept = weakref.ref(other)
+    del other
+    gc.collect()
+    assert kept() is not None  # or another mapping could get its id, and with it its handle
     del pages
     gc.collect()
     assert sorted(counting.released) == sorted(set(handles))

@@ -1,4 +1,4 @@
-"""The table of system calls: every fault does what kvx.h says, the loops move all bytes, the plain calls answer -errno."""
+"""The table of system calls: faults do what kvx.h says, the loops move all bytes, the plain calls answer -errno."""
 
 from __future__ import annotations
 

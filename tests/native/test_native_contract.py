@@ -109,4 +109,3 @@ def test_the_instruction_set_can_be_lowered_and_sums_stay_the_same(most: str) ->
     assert int(check) == 0xE3069283  # the value that CRC catalogues give
     data = np.random.default_rng(5).integers(0, 256, 70_001, dtype=np.uint8)
     assert int(whole) == _native.lib().kvx_crc32c(_native.address(data), 70_001)
-

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from kvxfer import _native
-from kvxfer.checksum import segment_checksum
 from kvxfer.config import StoreConfig
 from kvxfer.keys import Namespace
 from kvxfer.slot import TRAILER_SUMS, SlotLayout
@@ -53,8 +52,8 @@ def key(i: int) -> bytes:
 
 def payload(name: bytes, layout: SlotLayout, segment: int) -> np.ndarray:
     """What a segment of a chunk holds: bytes that no other chunk has."""
-    seed = int.from_bytes(hashlib.sha256(name + bytes([segment])).digest()[:8], "little")
-    return np.random.default_rng(seed).integers(256, size=layout.segment_length(segment), dtype=np.uint8)
+    data = hashlib.shake_128(name + bytes([segment])).digest(layout.segment_length(segment))
+    return np.frombuffer(data, dtype=np.uint8)
 
 
 def slot_image(name: bytes, digest: bytes, layout: SlotLayout, generation: int, mask: int) -> AlignedBuffer:
@@ -65,7 +64,7 @@ def slot_image(name: bytes, digest: bytes, layout: SlotLayout, generation: int, 
         data = payload(name, layout, segment)
         start = segment * layout.segment_stride
         buffer.array[start : start + len(data)] = data
-        sums[segment] = segment_checksum(data)
+        sums[segment] = _native.lib().kvx_checksum(data.ctypes.data, len(data), 0)
     for page in range(layout.num_trailers):
         first = page * layout.segments_per_trailer
         fields = _native.Trailer()
