@@ -49,7 +49,7 @@ bench: install ## converter and engine rows against their peers; DIR=/mnt/nvme s
 	@$(BIN)/python -m bench $(if $(DIR),--dir $(DIR)) $(ARGS)
 
 # csrc under the sanitizers, built aside, the tests that reach it run over that library.
-SANITIZED := tests --capture=sys --ignore tests/model --ignore tests/cli --ignore tests/test_project.py -m 'not gpu and not gds and not slow' --timeout 600
+SANITIZED := tests --capture=sys --ignore tests/model --ignore tests/cli --ignore tests/test_project.py --ignore tests/test_setup.py --ignore tests/bench -m 'not gpu and not gds and not slow' --timeout 600
 test-asan: install ## the tests over csrc built with AddressSanitizer and UBSan
 	@KVXFER_SANITIZE=address $(BIN)/python setup.py -q build_ext --build-lib build/asan
 	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
@@ -68,7 +68,7 @@ clean: ## remove what was built; .venv stays
 # Stamps: each step runs again only when what it was made from has changed.
 $(VENV)/.requirements: requirements/dev.txt
 	@test -n "$(PYTHON)" || { echo "kvxfer needs Python 3.11, 3.12 or 3.13: none found on PATH; set PYTHON=..." >&2; exit 1; }
-	@test -x $(BIN)/python || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/pip || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing requirements/dev.txt into $(VENV)"
 	@$(PIP) install -r requirements/dev.txt
 	@touch $@

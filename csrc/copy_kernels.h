@@ -55,10 +55,9 @@ struct Span {
   uint64_t bytes;
 };
 
-// Rows are taken whole, or in quarters where fragments are small: so that this many spans always suffice, as
-// one may begin before a piece of a row and one end behind it.
+// With fragments of kLine bytes or more this many always suffice: one may begin before the row and one end
+// behind it.
 constexpr uint64_t kMaxSpans = kRowBytes / kLine + 1;
-static_assert(kMaxSpans == kRowBytes / 4 / kLeastSpan + 1, "quarters");
 
 struct Row {
   uint64_t count = 0;
@@ -149,8 +148,9 @@ KVX_TARGET inline void zero_span(uint8_t *to, uint64_t n) {
 // One row: canonical bytes at `canonical`, pages at the row's spans. `next` is what is fetched meanwhile.
 // Returns the row's sum with kSum.
 template <bool kGather, bool kSum, bool kStream>
-KVX_TARGET inline uint64_t move_row(uint8_t *canonical, const uint32_t *k, const Row &row, const Row &next) {
+KVX_TARGET inline uint64_t move_row(uint8_t *canonical, const Row &row, const Row &next) {
   Sum sum = {};
+  const uint32_t *k = column_coefficients();
   for (uint64_t s = 0; s < row.count; ++s) {
     const Span &span = row.spans[s];
     if (span.at != nullptr) {
@@ -169,14 +169,14 @@ KVX_TARGET inline uint64_t move_row(uint8_t *canonical, const uint32_t *k, const
   return kSum ? total(sum) : 0;
 }
 
-// One row of small or odd fragments, without a sum.
+// Part of a row of small fragments, without a sum.
 template <bool kGather>
 KVX_TARGET inline void move_small(const Mapping &mapping, const int64_t *block_ids, Cursor &cursor,
                                   uint8_t *canonical, uint64_t n) {
   Sum none = {};
   while (n > 0) {
     if (cursor.left == 0) next_fragment(mapping, block_ids, cursor);
-    const uint64_t take = n < cursor.left ? n : cursor.left;
+    uint64_t take = std::min(n, cursor.left);
     if (cursor.at == nullptr) {
       if (kGather) std::memset(canonical, 0, take);
     } else {
@@ -188,12 +188,24 @@ KVX_TARGET inline void move_small(const Mapping &mapping, const int64_t *block_i
     cursor.left -= take;
     canonical += take;
     n -= take;
+    // Most fragments: the whole ones of this piece.
+    const uint64_t size = cursor.run->fragment_size, stride = cursor.run->local_stride;
+    if (cursor.left > 0 || cursor.next == nullptr || size >= kVec) continue;
+    const uint64_t whole = std::min(cursor.fragments, n / size);
+    uint8_t *at = cursor.next;
+    for (uint64_t f = 0; f < whole; ++f, at += stride, canonical += size) {
+      copy_part(kGather ? canonical : at, kGather ? at : canonical, size);
+    }
+    cursor.next = at;
+    cursor.fragments -= whole;
+    n -= whole * size;
   }
 }
 
 // n bytes of a row lie at `row` in cache: their sum, and with kStream their way on to `place`.
 template <bool kSum, bool kStream>
-KVX_TARGET inline uint64_t finish_row(uint8_t *place, const uint8_t *row, uint64_t n, const uint32_t *k) {
+KVX_TARGET inline uint64_t finish_row(uint8_t *place, const uint8_t *row, uint64_t n) {
+  const uint32_t *const k = column_coefficients();
   if (!kStream) return kSum ? sum_bytes(row, n, k) : 0;
   Sum sum = {};
   copy_span<kSum, true, false>(place, row, n, k, sum, nullptr);
@@ -214,9 +226,9 @@ KVX_TARGET void run_small(const Mapping &mapping, const OwnedSegment &segment, c
     if (kGather) {
       uint8_t *const row = kStream ? staged : place;
       move_small<true>(mapping, block_ids, cursor, row, n);
-      words = finish_row<kSum, kStream>(place, row, n, column_coefficients());
+      words = finish_row<kSum, kStream>(place, row, n);
     } else {
-      words = finish_row<kSum, false>(nullptr, place, n, column_coefficients());
+      words = finish_row<kSum, false>(nullptr, place, n);
       move_small<false>(mapping, block_ids, cursor, place, n);
     }
     if (kSum) sum += words * row_coefficient(r);
@@ -224,51 +236,48 @@ KVX_TARGET void run_small(const Mapping &mapping, const OwnedSegment &segment, c
   if (kSum) *result = sum;
 }
 
-// A piece of a row: straight to its place, or by way of `staged` (a gather that streams) or of the place
+// One row of a segment: straight to its place, or by way of `staged` (a gather that streams) or of the place
 // itself.
 template <bool kGather, bool kSum, bool kStream>
-KVX_TARGET inline uint64_t run_row(Route route, uint8_t *place, uint64_t n, const uint32_t *k,
-                                   uint8_t *staged, const Row &row, const Row &next) {
-  if (route == Route::kDirect) return move_row<kGather, kSum, kStream>(place, k, row, next);
+KVX_TARGET inline uint64_t run_row(Route route, uint8_t *place, uint64_t n, uint8_t *staged, const Row &row,
+                                   const Row &next) {
+  if (route == Route::kDirect) return move_row<kGather, kSum, kStream>(place, row, next);
   if (kGather) {
     uint8_t *const to = kStream ? staged : place;
-    move_row<true, false, false>(to, k, row, next);
-    return finish_row<kSum, kStream>(place, to, n, k);
+    move_row<true, false, false>(to, row, next);
+    return finish_row<kSum, kStream>(place, to, n);
   }
-  const uint64_t sum = finish_row<kSum, false>(nullptr, place, n, k);
-  move_row<false, false, false>(place, k, row, next);
+  const uint64_t sum = finish_row<kSum, false>(nullptr, place, n);
+  move_row<false, false, false>(place, row, next);
   return sum;
 }
 
 constexpr uint64_t kAhead = 2;
 
-// Segments in lockstep: piece r of each, then piece r + 1 of each. `unit`: bytes of a piece, a row or a
-// quarter of one.
+// Segments in lockstep: row r of each, then row r + 1 of each.
 template <bool kGather, bool kSum, bool kStream>
 KVX_TARGET void run_rows(const Mapping &mapping, const OwnedSegment *segments, uint32_t count,
-                         const int64_t *block_ids, uint8_t *const *canonical, uint64_t *sums, Route route,
-                         uint64_t unit) {
+                         const int64_t *block_ids, uint8_t *const *canonical, uint64_t *sums, Route route) {
   alignas(64) uint8_t staged[kRowBytes];
   Cursor cursors[kMaxGroup];
-  Row rows[kMaxGroup][kAhead + 1];  // piece r at r modulo their number
+  Row rows[kMaxGroup][kAhead + 1];  // row r at r modulo their number
   uint64_t longest = 0;
   for (uint32_t s = 0; s < count; ++s) {
     cursors[s] = begin(mapping, segments[s]);
     if (kSum) sums[s] = 0;
     longest = std::max(longest, segments[s].bytes);
     for (uint64_t r = 0; r < kAhead; ++r) {
-      decode(mapping, block_ids, cursors[s], piece_bytes(segments[s].bytes, r, unit), rows[s][r]);
+      decode(mapping, block_ids, cursors[s], row_bytes(segments[s].bytes, r), rows[s][r]);
     }
   }
-  for (uint64_t r = 0; r * unit < longest; ++r) {
-    const uint64_t coefficient = kSum ? row_coefficient(r * unit / kRowBytes) : 0;
-    const uint32_t *const k = column_coefficients() + r * unit % kRowBytes / 4;
+  for (uint64_t r = 0; r * kRowBytes < longest; ++r) {
+    const uint64_t coefficient = kSum ? row_coefficient(r) : 0;
     const uint64_t now = r % (kAhead + 1), then = (r + kAhead) % (kAhead + 1);
     for (uint32_t s = 0; s < count; ++s) {
-      const uint64_t n = piece_bytes(segments[s].bytes, r, unit);
+      const uint64_t n = row_bytes(segments[s].bytes, r);
       if (n == 0) continue;
-      decode(mapping, block_ids, cursors[s], piece_bytes(segments[s].bytes, r + kAhead, unit), rows[s][then]);
-      const uint64_t sum = run_row<kGather, kSum, kStream>(route, canonical[s] + r * unit, n, k, staged,
+      decode(mapping, block_ids, cursors[s], row_bytes(segments[s].bytes, r + kAhead), rows[s][then]);
+      const uint64_t sum = run_row<kGather, kSum, kStream>(route, canonical[s] + r * kRowBytes, n, staged,
                                                            rows[s][now], rows[s][then]);
       if (kSum) sums[s] += sum * coefficient;
     }
@@ -279,8 +288,7 @@ KVX_TARGET void run_rows(const Mapping &mapping, const OwnedSegment *segments, u
 // fragments are whole cache lines.
 template <bool kSum>
 KVX_TARGET void run_fragments(const Mapping &mapping, const OwnedSegment *segments, uint32_t count,
-                              const int64_t *block_ids, const uint8_t *const *canonical, uint64_t *sums,
-                              uint64_t unit) {
+                              const int64_t *block_ids, const uint8_t *const *canonical, uint64_t *sums) {
   constexpr uint64_t kReadAhead = 1024;  // in each segment; a fetch beyond its end does nothing
   Cursor cursors[kMaxGroup];
   Row rows[kMaxGroup];
@@ -292,15 +300,15 @@ KVX_TARGET void run_fragments(const Mapping &mapping, const OwnedSegment *segmen
     if (kSum) sums[s] = 0;
     longest = std::max(longest, segments[s].bytes);
   }
-  for (uint64_t r = 0; r * unit < longest; ++r) {
+  for (uint64_t r = 0; r * kRowBytes < longest; ++r) {
     Sum row_sums[kMaxGroup];
     const uint32_t *k[kMaxGroup];
     uint64_t most = 0;
     for (uint32_t s = 0; s < count; ++s) {
-      decode(mapping, block_ids, cursors[s], piece_bytes(segments[s].bytes, r, unit), rows[s]);
+      decode(mapping, block_ids, cursors[s], row_bytes(segments[s].bytes, r), rows[s]);
       most = std::max(most, rows[s].count);
       row_sums[s] = Sum{};
-      k[s] = column_coefficients() + r * unit % kRowBytes / 4;
+      k[s] = column_coefficients();
     }
     for (uint64_t j = 0; j < most; ++j) {
       for (uint32_t s = 0; s < count; ++s) {
@@ -318,31 +326,30 @@ KVX_TARGET void run_fragments(const Mapping &mapping, const OwnedSegment *segmen
       }
     }
     if (!kSum) continue;
-    const uint64_t coefficient = row_coefficient(r * unit / kRowBytes);
+    const uint64_t coefficient = row_coefficient(r);
     for (uint32_t s = 0; s < count; ++s) sums[s] += total(row_sums[s]) * coefficient;
   }
 }
 
 template <bool kGather, bool kSum, bool kStream>
 KVX_TARGET void run_group(const Mapping &mapping, const OwnedSegment *segments, uint32_t count,
-                          const int64_t *block_ids, uint8_t *const *canonical, uint64_t *sums, Route route,
-                          uint64_t unit) {
+                          const int64_t *block_ids, uint8_t *const *canonical, uint64_t *sums, Route route) {
   if (route == Route::kSmall) {
     for (uint32_t s = 0; s < count; ++s) {
       run_small<kGather, kSum, kStream>(mapping, segments[s], block_ids, canonical[s],
                                         kSum ? &sums[s] : nullptr);
     }
   } else if constexpr (kStream && !kGather) {
-    run_fragments<kSum>(mapping, segments, count, block_ids, canonical, sums, unit);
+    run_fragments<kSum>(mapping, segments, count, block_ids, canonical, sums);
   } else {
-    run_rows<kGather, kSum, kStream>(mapping, segments, count, block_ids, canonical, sums, route, unit);
+    run_rows<kGather, kSum, kStream>(mapping, segments, count, block_ids, canonical, sums, route);
   }
   if (kStream) fence();
 }
 
 // Bit 0: gather, bit 1: sum, bit 2: stream.
 using RunGroup = void (*)(const Mapping &, const OwnedSegment *, uint32_t, const int64_t *, uint8_t *const *,
-                          uint64_t *, Route, uint64_t);
+                          uint64_t *, Route);
 constexpr RunGroup kRunGroup[] = {run_group<false, false, false>, run_group<true, false, false>,
                                   run_group<false, true, false>,  run_group<true, true, false>,
                                   run_group<false, false, true>,  run_group<true, false, true>,

@@ -19,17 +19,15 @@ constexpr uint32_t kMaxGroup =
     8;  // segments in lockstep: their rows and those ahead of them stay in the first cache
 
 constexpr uint64_t kLine = 64;
-constexpr uint64_t kLeastSpan = 16;  // of fragments that are looked up ahead
 
-// How the pieces of a group's rows travel: fragment by fragment to their places; put together in cache,
+// How the rows of a group travel: fragment by fragment to their places; put together in cache,
 // because a fragment's end would touch a place off a word (for the sum) or off a line (for streaming); or
 // likewise without looking ahead, which does not pay for tiny fragments.
 enum class Route { kDirect, kStaged, kSmall };
 
-// Bytes of piece r of a segment that is cut into pieces of `unit`; 0 behind its end.
-inline uint64_t piece_bytes(uint64_t segment_bytes, uint64_t r, uint64_t unit) {
-  if (r * unit >= segment_bytes) return 0;
-  return std::min(unit, segment_bytes - r * unit);
+// Bytes of row r of a segment; 0 behind its end.
+inline uint64_t row_bytes(uint64_t segment_bytes, uint64_t r) {
+  return r * kRowBytes >= segment_bytes ? 0 : std::min(kRowBytes, segment_bytes - r * kRowBytes);
 }
 
 }  // namespace
@@ -42,7 +40,7 @@ namespace kvx {
 namespace {
 
 using RunGroup = void (*)(const Mapping &, const OwnedSegment *, uint32_t, const int64_t *, uint8_t *const *,
-                          uint64_t *, Route, uint64_t);
+                          uint64_t *, Route);
 constexpr const RunGroup *kRunGroup[] = KVX_FOR_EACH_ISA(kRunGroup);
 
 // Standalone copies of so many bytes and more are written around the caches.
@@ -74,16 +72,15 @@ void copy_group(const Mapping &mapping, uint32_t first, uint32_t end, const int6
   }
   const bool lines = grain(fragments | kLine) == kLine;
   // A scatter may stream parts of lines where the group's next fragment at once fills the line up.
-  const bool filled = joined && least * (end - first) >= 4 * kLine && grain(pages | kLeastSpan) == kLeastSpan;
+  const bool filled = joined && least * (end - first) >= 4 * kLine && grain(pages | 16) == 16;
   stream = stream && (grain((kGather ? places : pages) | kLine) == kLine || (!kGather && filled));
   uint64_t unused[kMaxGroup];
   if (kGather && stream && lines && sums == nullptr) sums = unused;  // faster, see copy_kernels.h
   const bool straight = kGather && stream ? lines : sums == nullptr || grain(fragments | 4) == 4;
-  const Route route = least < kLeastSpan ? Route::kSmall : straight ? Route::kDirect : Route::kStaged;
+  const Route route = least < kLine ? Route::kSmall : straight ? Route::kDirect : Route::kStaged;
   const int which = (kGather ? 1 : 0) | (sums != nullptr ? 2 : 0) | (stream ? 4 : 0);
   kRunGroup[static_cast<int>(isa())][which](mapping, &mapping.segments[first], end - first, block_ids,
-                                            canonical, sums, route,
-                                            least < kLine ? kRowBytes / 4 : kRowBytes);
+                                            canonical, sums, route);
   if (!kGather) return;
   for (uint32_t s = first; s < end; ++s) {
     const OwnedSegment &segment = mapping.segments[s];

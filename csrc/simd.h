@@ -25,11 +25,9 @@ constexpr uint64_t kVec = 64;
 KVX_INLINE Vec load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 KVX_INLINE void store(uint8_t *p, Vec v) { _mm512_storeu_si512(p, v); }
 KVX_INLINE void stream(uint8_t *p, Vec v) { _mm512_stream_si512(reinterpret_cast<Vec *>(p), v); }
-KVX_INLINE Vec load16(const uint8_t *p) {
-  return _mm512_zextsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
-}
+KVX_INLINE Vec load16(const uint8_t *p) { return _mm512_maskz_loadu_epi32(0xF, p); }
 KVX_INLINE void stream16(uint8_t *p, Vec v) {
-  _mm_stream_si128(reinterpret_cast<__m128i *>(p), _mm512_castsi512_si128(v));
+  _mm_stream_si128(reinterpret_cast<__m128i *>(p), _mm512_maskz_extracti32x4_epi32(0xF, v, 0));
 }
 KVX_INLINE __mmask64 first(uint64_t n) { return _bzhi_u64(~uint64_t{0}, static_cast<unsigned>(n)); }
 KVX_INLINE Vec load_part(const uint8_t *p, uint64_t n) { return _mm512_maskz_loadu_epi8(first(n), p); }

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from kvxfer.cli.demo import Report
+    from kvxfer.cli.demo_job import Report
     from kvxfer.geometry import KVGeometry
 
 ROW = 40  # blocks a line

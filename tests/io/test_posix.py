@@ -68,9 +68,9 @@ def test_an_error_says_how_much_went_before(path: Path, faults: FaultyIO) -> Non
     faults.short("pread", 4096, times=1)
     faults.fail("pread", errno.EIO)
     with PosixBackend().open(path, direct=False) as file:
-        future = file.pread(bytearray(10_000), file_offset=0)
-        with pytest.raises(IOFault, match="read: 4096 of 10000 bytes at offset 0x0: Input/output error: 'file'") as info:
-            future.get()
+        message = "read: 4096 of 10000 bytes at offset 0x0: Input/output error: 'file'"
+        with pytest.raises(IOFault, match=message) as info:
+            file.pread(bytearray(10_000), file_offset=0).get()
     assert info.value.errno == errno.EIO
     assert info.value.filename == "file"
 

@@ -10,7 +10,6 @@ import pytest
 
 from kvxfer.store import Store
 from kvxfer.testing import FaultyIO
-
 from tests.store import rig
 
 

@@ -1,4 +1,4 @@
-"""Chunks for store tests: written into reserved slots and read back as an outside program would, from docs/format.md."""
+"""Chunks for store tests: written into reserved slots, and read back as another program would."""
 
 from __future__ import annotations
 

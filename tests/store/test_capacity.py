@@ -15,7 +15,9 @@ from kvxfer.testing import FaultyIO
 from tests.store import rig
 
 Opened = Callable[..., Store]
-TINY = SlotLayout(segment_bytes=100, last_segment_bytes=100, num_segments=1, segments_per_trailer=464, blocks_per_chunk=2)
+TINY = SlotLayout(
+    segment_bytes=100, last_segment_bytes=100, num_segments=1, segments_per_trailer=464, blocks_per_chunk=2
+)
 LAYOUTS = [rig.ROW, rig.SHARED, TINY]
 
 

@@ -31,7 +31,9 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def play(scene: str, root: Path, shim: Path | None = None, fault: str = "", limit: int | None = None) -> tuple[int, list[str]]:
+def play(
+    scene: str, root: Path, shim: Path | None = None, fault: str = "", limit: int | None = None
+) -> tuple[int, list[str]]:
     """Runs a scene of child.py; its exit status and what it said."""
     env = os.environ | {"PYTHONPATH": str(CHECKOUT), "KVX_LMDB_ARMED": str(root.parent / "armed")}
     if shim is not None:
@@ -67,8 +69,10 @@ def test_transactions_that_fail_cost_stores_and_nothing_else(
     assert len(rig.check_all(store, digest, [rig.key(i) for i in range(273)])) == entries
 
 
-@pytest.mark.parametrize("when", ["kill-before:1", "kill-half:1", "kill-after:1", "kill-before:2", "kill-half:2", "kill-after:2",
-                                  "kill-after:7"])  # fmt: skip
+KILLS = "before:1 half:1 after:1 before:2 half:2 after:2 after:7".split()
+
+
+@pytest.mark.parametrize("when", [f"kill-{kill}" for kill in KILLS])
 def test_a_kill_in_a_transaction_leaves_all_of_it_or_nothing(opened: Opened, root: Path, shim: Path, when: str) -> None:
     status, said = play("killed_in_a_commit", root, shim, f"write:{when}")
     assert status == -signal.SIGKILL
@@ -137,7 +141,9 @@ def test_a_thousand_failures_in_a_row_leave_nothing_behind(root: Path, shim: Pat
 
 @pytest.mark.parametrize("op", ["fallocate", "pwrite", "rename"])
 @pytest.mark.parametrize("before", [True, False])
-def test_a_kill_while_a_slab_is_made_leaves_nothing_that_counts(opened: Opened, root: Path, op: str, before: bool) -> None:
+def test_a_kill_while_a_slab_is_made_leaves_nothing_that_counts(
+    opened: Opened, root: Path, op: str, before: bool
+) -> None:
     code = (
         "import sys; from pathlib import Path; from kvxfer.store import Store; from kvxfer.testing import FaultyIO\n"
         "from tests.store import rig\n"

@@ -1,4 +1,4 @@
-"""A store against a set: whatever is done in whatever order, what it says it has is there, and nothing is lost unsaid."""
+"""A store against a set: whatever is done in whatever order, what it says it has is there, and no loss is hidden."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         for which, digest in enumerate(self.digests):
             found = rig.check_all(self.live, digest, [rig.key(i) for i in range(131)])
-            assert {name for name in found} <= {rig.key(i) for i in self.maybe[which]}
+            assert set(found) <= {rig.key(i) for i in self.maybe[which]}
 
     @invariant()
     def the_cap_holds(self) -> None:

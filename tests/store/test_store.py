@@ -363,7 +363,7 @@ def test_lookups_answer_while_a_slab_is_being_made(opened: Opened, faults: Fault
         store.unpin(entries)
         assert store.contains(digest, KEYS[0])
         assert store.stats().entries == 20
-    assert store.invalidate(store.pin(digest, KEYS[:1])[0], "foreign")  # type: ignore[arg-type]
+    assert store.invalidate(store.pin(digest, KEYS[:1])[0], "foreign")
     elapsed = time.monotonic() - start
     assert worker.is_alive()
     assert got == []
