@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bench.options import Options
 from bench.peers import TorchIndexing, has_torch, memcpy
-from bench.pools import POISON, Bytes, Cache, RankPool, allocate, difference, shuffled, sums_of
+from bench.pools import POISON, Cache, RankPool, allocate, difference, shuffled, sums_of
 from bench.table import Impl, Table, measure
 from kvxfer.convert import native
 from kvxfer.convert.pages import KVPages
@@ -22,9 +22,8 @@ __all__ = ["run"]
 
 BAR_COPY = 0.8  # of memcpy, with as many threads
 BAR_SUMMED = 0.6  # with the checksum in the same pass
-BAR_TORCH = 3.0  # times torch's indexing, where its fragments are small
+BAR_TORCH = 3.0  # times torch's advanced indexing, where the pieces are small
 SMALL_FRAGMENT = 1024
-TORCH_RUNS = 7  # at most: it is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +135,16 @@ class Workload:
             bar=bar,
         )
 
-    def indexing(self, direction: str, threads: int) -> Impl:
+    def indexing(self, direction: str, threads: int, *, selected: bool) -> Impl:
         """torch, which has no checksum."""
-        assert self.torch is not None
-        move = self.torch.gather if direction == "gather" else self.torch.scatter
-        return Impl(
-            name="torch", run=lambda: move(threads), poison=self._poison(direction), check=self._check(direction)
-        )
+        torch = self.torch
+        assert torch is not None
+        if selected:
+            name = "torch index_select" if direction == "gather" else "torch index_copy_"
+            move = torch.gather_selected if direction == "gather" else torch.scatter_selected
+        else:
+            name, move = "torch kv[ids]", torch.gather if direction == "gather" else torch.scatter
+        return Impl(name=name, run=lambda: move(threads), poison=self._poison(direction), check=self._check(direction))
 
     def _poison(self, direction: str) -> Callable[[], None]:
         return self.poison_canonical if direction == "gather" else self.poison_pages
@@ -178,7 +180,8 @@ def cases(work: Workload, threads: int) -> Iterator[tuple[str, str, Sequence[Imp
                 direction,
                 f", {work.fragment} B pieces",
                 [
-                    work.indexing(direction, threads),
+                    work.indexing(direction, threads, selected=False),
+                    work.indexing(direction, threads, selected=True),
                     work.kvxfer(direction, threads, summed=False, bar=BAR_TORCH),
                     work.kvxfer(direction, threads, summed=True, bar=None),
                 ],
@@ -191,9 +194,9 @@ def run(table: Table, options: Options) -> None:
     if not has_torch():
         table.note("torch is not installed: no rows against it")
     for setup in setups(options):
-        work = Workload(setup, options.converter_bytes)
+        # All ranks move twice as much, so that a rank's call is still work for several threads.
+        work = Workload(setup, options.converter_bytes * (2 if setup.everyone else 1))
         for threads in options.threads:
             for direction, suffix, impls in cases(work, threads):
-                runs = min(options.runs, TORCH_RUNS) if suffix else options.runs
                 name = f"{direction} {setup.name}{suffix}, {threads}t"
-                table.add(measure(name, impls, nbytes=work.nbytes, runs=runs))
+                table.add(measure(name, impls, nbytes=work.nbytes, runs=options.runs, budget_s=options.budget_s))

@@ -30,7 +30,7 @@ from kvxfer.mapping import CanonicalMapping
 from kvxfer.slot import SlotLayout
 from kvxfer.store import Store
 
-__all__ = ["run"]
+__all__ = ["room_needed", "run"]
 
 BAR = 0.95  # of plain direct I/O; a floor, and only on a disk: what memory costs is a report
 JOB_CHUNKS = 256  # of one job, at most; a run's jobs are submitted together
@@ -61,7 +61,8 @@ def shapes(options: Options) -> Iterator[Shape]:
     geometry = options.geometry or PRESETS["llama-3.1-8b"]
     for blocks in (1,) if options.quick else (1, 4):
         yield _kvx1(geometry, blocks)
-    for row_bytes in ROW_SIZES if options.row_sizes is None else options.row_sizes:
+    sizes = ROW_SIZES if options.row_sizes is None else options.row_sizes
+    for row_bytes in sizes[::2] if options.quick else sizes:
         yield _row(row_bytes)
 
 
@@ -166,7 +167,9 @@ class EngineRun:
         """Loads what the latest store left."""
         return self._jobs_of(self.engine.submit_load, self.pool.target)
 
-    def _jobs_of(self, submit: Callable[[int, Sequence[bytes], NDArray[np.int64]], None], ids: NDArray[np.int64]) -> str | None:
+    def _jobs_of(
+        self, submit: Callable[[int, Sequence[bytes], NDArray[np.int64]], None], ids: NDArray[np.int64]
+    ) -> str | None:
         jobs = []
         for start in range(0, self.num_chunks, JOB_CHUNKS):
             jobs.append(next(self._jobs))
@@ -207,9 +210,11 @@ def _store_config(root: Path, slot: SlotLayout, num_chunks: int, files: int) -> 
     slab_bytes = slot.alignment + per_slab * slot.slot_bytes
     capacity = files * slab_bytes
     while True:
-        config = StoreConfig(
-            root=root, capacity_bytes=capacity, slab_bytes=slab_bytes, index_map_bytes=INDEX_BYTES
-        ) if capacity > INDEX_BYTES + slab_bytes else None
+        config = (
+            StoreConfig(root=root, capacity_bytes=capacity, slab_bytes=slab_bytes, index_map_bytes=INDEX_BYTES)
+            if capacity > INDEX_BYTES + slab_bytes
+            else None
+        )
         if config is not None and config.slab_budget[0] >= files * (slab_bytes + slab_bytes // 256 + 2 * 4096):
             return config
         capacity += 1 << 20
@@ -225,7 +230,10 @@ class PlainRun:
         stack.callback(files.close)
         self.threads = threads
         if run.shape.live:
-            self.source, self.target = random_bytes(n * payload, seed=5).reshape(n, -1), allocate(n * payload).reshape(n, -1)
+            self.source, self.target = (
+                random_bytes(n * payload, seed=5).reshape(n, -1),
+                allocate(n * payload).reshape(n, -1),
+            )
         else:  # host rows move without a copy
             self.source, self.target = run.pool.rows(run.pool.source), run.pool.rows(run.pool.target)
         self.piece_bytes = min(piece_bytes, payload)
@@ -271,11 +279,17 @@ def measure_shape(table: Table, options: Options, shape: Shape, folder: Path, wh
             Impl(name="plain", run=plain.store_all, check=plain.check_store),
             Impl(name="kvxfer", run=run.store_all, check=run.check_store, bar=bar),
         ]
-        table.add(measure(f"store {shape.name}, {where}", stores, nbytes=nbytes, runs=options.runs))
+        timing = {"nbytes": nbytes, "runs": options.runs}
+        table.add(measure(f"store {shape.name}, {where}", stores, **timing, budget_s=options.budget_s))
         loads = [
             Impl(name="plain", run=plain.load_all, poison=plain.poison, check=plain.check, always_check=True),
             Impl(
-                name="kvxfer", run=run.load_all, poison=run.pool.poison, check=run.pool.check, bar=bar, always_check=True
+                name="kvxfer",
+                run=run.load_all,
+                poison=run.pool.poison,
+                check=run.pool.check,
+                bar=bar,
+                always_check=True,
             ),
         ]
         if plain.piece_bytes < shape.slot.payload_stride:
@@ -283,7 +297,7 @@ def measure_shape(table: Table, options: Options, shape: Shape, folder: Path, wh
             loads.append(
                 Impl(name=name, run=plain.load_pieces, poison=plain.poison, check=plain.check, always_check=True)
             )
-        table.add(measure(f"load {shape.name}, {where}", loads, nbytes=nbytes, runs=options.runs))
+        table.add(measure(f"load {shape.name}, {where}", loads, **timing, budget_s=options.budget_s))
 
 
 @contextmanager
@@ -295,7 +309,7 @@ def _folder(place: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def _need(options: Options) -> int:
+def room_needed(options: Options) -> int:
     """Bytes that a directory must have free: what the store holds, the peer's files, and room to spare."""
     return (2 * GENERATIONS + 1) * options.engine_bytes + (64 << 20)
 
@@ -305,7 +319,7 @@ def run(table: Table, options: Options) -> None:
     for place in options.dirs:
         kind = filesystem_type(place)
         where = kind
-        if (free := shutil.disk_usage(place).free) < (need := _need(options)):
+        if (free := shutil.disk_usage(place).free) < (need := room_needed(options)):
             table.note(f"engine on {kind}: left out, {free >> 20} MiB are free and {need >> 20} are needed")
             continue
         with _folder(place) as folder:

@@ -20,6 +20,7 @@ class Options:
     dirs: tuple[Path, ...] = ()  # where the engine's rows are measured
     quick: bool = False  # fewer cases and rounds
     runs: int = 15  # timed rounds of a case
+    budget_s: float = 5.0  # seconds after which a case begins no further round, once it has three
     threads: tuple[int, ...] = (1, 2)  # of the converter and its peers
     io_threads: int = 8  # of the engine and its peer
     tp_sizes: tuple[int, ...] = (1, 2, 4, 8)

@@ -7,6 +7,7 @@ a machine that is slow for a while is slow for both. A wrong answer gets no spee
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -28,6 +29,7 @@ from kvxfer.errors import KvxferError
 __all__ = ["Impl", "Row", "Table", "exit_status", "machine_facts", "measure"]
 
 OK, WRONG = "ok", "WRONG"
+LEAST_RUNS = 3
 
 
 def _nothing() -> None:
@@ -72,7 +74,7 @@ class Row:
         return f"{'?' if self.met is None else 'met' if self.met else 'short'} >= {self.bar:.2f}"
 
 
-def measure(case: str, impls: Sequence[Impl], *, nbytes: int, runs: int) -> list[Row]:
+def measure(case: str, impls: Sequence[Impl], *, nbytes: int, runs: int, budget_s: float = math.inf) -> list[Row]:
     """Check every implementation, time them in turns, check them again.
 
     Args:
@@ -80,6 +82,7 @@ def measure(case: str, impls: Sequence[Impl], *, nbytes: int, runs: int) -> list
         impls: the first is what the others are compared with.
         nbytes: payload of one run.
         runs: rounds that are timed; the checked runs before them are the warm-up.
+        budget_s: after so many seconds no round begins beyond the third.
     """
     wrong: dict[str, str] = {}
     seconds: dict[str, list[float]] = {impl.name: [] for impl in impls}
@@ -104,7 +107,10 @@ def measure(case: str, impls: Sequence[Impl], *, nbytes: int, runs: int) -> list
 
     for impl in impls:
         attempt(impl, True)
-    for _ in range(runs):
+    end = time.perf_counter() + budget_s
+    for done in range(runs):
+        if done >= LEAST_RUNS and time.perf_counter() > end:
+            break
         for impl in those_right():
             seconds[impl.name].append(attempt(impl, impl.always_check))
     for impl in those_right():

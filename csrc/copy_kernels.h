@@ -114,8 +114,10 @@ template <bool kSum>
 KVX_TARGET __attribute__((always_inline)) inline void stream_span(uint8_t *to, const uint8_t *from,
                                                                   uint64_t n, const uint32_t *k, Sum &sum,
                                                                   const uint8_t *ahead) {
-  uint64_t i = 0;
-  while (i < n) {
+  if ((reinterpret_cast<uintptr_t>(to) | n) % kLine == 0)
+    return copy_span<kSum, true, true>(to, from, n, k, sum, ahead);
+  __builtin_prefetch(ahead, 0, 2);
+  for (uint64_t i = 0, step; i < n; i += step) {
     const bool whole = i + kVec <= n && reinterpret_cast<uintptr_t>(to + i) % kVec == 0;
     const Vec v = whole ? load(from + i) : load16(from + i);
     if (whole) {
@@ -124,8 +126,8 @@ KVX_TARGET __attribute__((always_inline)) inline void stream_span(uint8_t *to, c
       stream16(to + i, v);
     }
     if (kSum) mac(sum, v, k + i / 4);
-    __builtin_prefetch(ahead + i, 0, 2);
-    i += whole ? kVec : 16;
+    step = whole ? kVec : 16;
+    if ((i + step) % kLine == 0) __builtin_prefetch(ahead + i + step, 0, 2);
   }
 }
 
@@ -220,7 +222,7 @@ KVX_TARGET void run_small(const Mapping &mapping, const OwnedSegment &segment, c
   Cursor cursor = begin(mapping, segment);
   uint64_t sum = 0;
   for (uint64_t r = 0; r * kRowBytes < segment.bytes; ++r) {
-    const uint64_t rest = segment.bytes - r * kRowBytes, n = rest < kRowBytes ? rest : kRowBytes;
+    const uint64_t n = row_bytes(segment.bytes, r);
     uint8_t *const place = canonical + r * kRowBytes;
     uint64_t words;
     if (kGather) {
@@ -284,8 +286,8 @@ KVX_TARGET void run_rows(const Mapping &mapping, const OwnedSegment *segments, u
   }
 }
 
-// A scatter that streams: row r of all segments, fragment j of each of them before fragment j + 1. All
-// fragments are whole cache lines.
+// A scatter that streams: row r of all segments, fragment j of each of them before fragment j + 1. Fragments
+// are multiples of 16 bytes.
 template <bool kSum>
 KVX_TARGET void run_fragments(const Mapping &mapping, const OwnedSegment *segments, uint32_t count,
                               const int64_t *block_ids, const uint8_t *const *canonical, uint64_t *sums) {

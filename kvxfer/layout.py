@@ -8,15 +8,15 @@ mapping is handed out only when it was proved to tile: see `mapping.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import LayoutError
-from kvxfer.geometry import KVGeometry, ShardSpec
+from kvxfer.geometry import Kind, KVGeometry, ShardSpec
 from kvxfer.mapping import (
     MAX_BYTES,
     RUN_DTYPE,
@@ -113,6 +113,25 @@ class PageLayout:
         return cls._dense("split-hnd", ("head", "token"), geometry, local_heads, padding, offset)
 
     @classmethod
+    def whole(cls, page_bytes: int, *, padding: int = 0, offset: int = 0) -> PageLayout:
+        """Pages without a declared order: opaque ones, that are moved whole."""
+        return cls(
+            name="whole",
+            block_stride=page_bytes + padding,
+            kv_stride=0,
+            head_stride=page_bytes,
+            token_stride=page_bytes,
+            dim_stride=1,
+            page_bytes=page_bytes,
+            offset=offset,
+        )
+
+    @property
+    def tensor(self) -> LocalTensor:
+        """One tensor of such pages."""
+        return LocalTensor(block_stride=self.block_stride, page_bytes=self.page_bytes, offset=self.offset)
+
+    @classmethod
     def _dense(
         cls, name: str, axes: tuple[str, ...], geometry: KVGeometry, local_heads: int, padding: int, offset: int
     ) -> PageLayout:
@@ -169,21 +188,36 @@ def local_heads(geometry: KVGeometry, shard: ShardSpec) -> range:
     )
 
 
-def local_layers(geometry: KVGeometry, shard: ShardSpec, layer_groups: int = 1) -> range:
+def local_layers(
+    geometry: KVGeometry, shard: ShardSpec, layer_groups: int = 1, stage_layers: Sequence[int] | None = None
+) -> range:
     """The layers of a rank's pipeline stage: whole layer groups.
 
+    Args:
+        layer_groups: equal parts that the model's layers are cut into.
+        stage_layers: how many layers each stage has; None: as many as any other.
+
     Raises:
-        LayoutError: the layers do not divide into the groups, or the groups into the stages.
+        LayoutError: the layers do not divide into the groups, or a group would lie in two stages.
     """
     layers, stages = geometry.num_layers, shard.pp_size
     if layer_groups < 1 or layers % layer_groups:
         raise LayoutError(f"layer_groups={layer_groups} must divide num_layers={layers}: groups have equal sizes")
-    if layer_groups % stages:
+    if stage_layers is None:
+        if layer_groups % stages:
+            raise LayoutError(
+                f"layer_groups={layer_groups} must be a multiple of pp_size={stages}: a group must lie within one "
+                "stage (where stages are unequal, say so with stage_layers)"
+            )
+        stage_layers = (layers // stages,) * stages
+    share = layers // layer_groups
+    if len(stage_layers) != stages or sum(stage_layers) != layers or any(n < 1 or n % share for n in stage_layers):
         raise LayoutError(
-            f"layer_groups={layer_groups} must be a multiple of pp_size={stages}: a group must lie within one stage"
+            f"stage_layers={tuple(stage_layers)} must be {stages} multiples of the {share} layers of a group (of "
+            f"{layer_groups} layer_groups), together num_layers={layers}: a group must lie within one stage"
         )
-    share = layers // stages
-    return range(shard.pp_rank * share, (shard.pp_rank + 1) * share)
+    start = sum(stage_layers[: shard.pp_rank])
+    return range(start, start + stage_layers[shard.pp_rank])
 
 
 def kvx1_slot(
@@ -194,8 +228,18 @@ def kvx1_slot(
     Raises:
         LayoutError: `layer_groups` does not divide the layers, or the format has no such slot.
     """
-    layers = len(local_layers(geometry, ShardSpec(), layer_groups)) // layer_groups
-    segment = layers * geometry.planes * blocks_per_chunk * geometry.tokens_per_block * geometry.head_bytes
+    if geometry.kind is Kind.OPAQUE:
+        raise LayoutError("opaque pages have no heads and tokens to put in order: take opaque_mapping")
+    share = len(local_layers(geometry, ShardSpec(), layer_groups)) // layer_groups
+    extra = geometry.layer_extra_bytes
+    extras = {sum(extra[first : first + share]) for first in range(0, geometry.num_layers, share)}
+    if len(extras) > 1:
+        raise LayoutError(
+            f"layer_groups={layer_groups} makes groups whose extra_bytes add up to {sorted(extras)}: segments have "
+            "equal sizes"
+        )
+    tokens = blocks_per_chunk * geometry.tokens_per_block
+    segment = tokens * (share * geometry.planes * geometry.head_bytes + extras.pop())
     return SlotLayout(
         segment_bytes=segment,
         last_segment_bytes=segment,
@@ -209,15 +253,21 @@ def kvx1_slot(
 def kvx1_mapping(
     geometry: KVGeometry,
     shard: ShardSpec,
-    page_layout: PageLayout,
+    page_layout: PageLayout | Sequence[PageLayout],
     *,
     blocks_per_chunk: int = 1,
     layer_groups: int = 1,
+    stage_layers: Sequence[int] | None = None,
     alignment: int = ALIGNMENT,
 ) -> CanonicalMapping:
     """A rank's part of a `kvx1` slot, proved to cover its pages and its segments exactly once.
 
-    The rank's tensors are those of its own layers in order: one a layer, or K then V where `page_layout` splits them.
+    The rank's tensors are those of its own layers in order: one a layer, or K then V where `page_layout` splits them,
+    or the latent and then the extra bytes.
+
+    Args:
+        page_layout: of every tensor; a sequence with one for each tensor where the geometry has extra bytes.
+        stage_layers: layers of each pipeline stage; None: equal.
 
     Raises:
         LayoutError: the sharding cannot be cut into whole heads and layer groups, or the page layout does not fit.
@@ -227,30 +277,40 @@ def kvx1_mapping(
             f"dcp_size={shard.dcp_size}, pcp_size={shard.pcp_size}: context parallelism spreads the tokens of a block "
             "over ranks, which kvx1 mappings do not describe yet; both must be 1"
         )
-    if page_layout.dim_stride != geometry.itemsize:
-        raise LayoutError(
-            f"dim_stride={page_layout.dim_stride} of layout {page_layout.name!r} is not the itemsize "
-            f"{geometry.itemsize} of {geometry.dtype}: elements of a head must lie side by side"
-        )
     slot = kvx1_slot(geometry, blocks_per_chunk=blocks_per_chunk, layer_groups=layer_groups, alignment=alignment)
-    heads, layers = local_heads(geometry, shard), local_layers(geometry, shard, layer_groups)
+    layers = local_layers(geometry, shard, layer_groups, stage_layers)
+    share = geometry.num_layers // layer_groups
+    if any(geometry.layer_extra_bytes):
+        runs, tensors, block_stride = _runs_with_extra(geometry, page_layout, layers, share)
+    elif isinstance(page_layout, PageLayout):
+        _check_elements(geometry, page_layout)
+        runs = _kvx1_runs(geometry, page_layout, local_heads(geometry, shard), layers, share, slot)
+        tensors = (page_layout.tensor,) * (len(layers) * (geometry.planes if page_layout.kv_stride is None else 1))
+        block_stride = geometry.tokens_per_block * geometry.head_bytes
+    else:
+        raise LayoutError(
+            "a page layout for each tensor is for geometries with extra_bytes: this one needs one for all"
+        )
     replicas = max(1, shard.tp_size // geometry.num_kv_heads)
-    split = page_layout.kv_stride is None
-    tensor = LocalTensor(
-        block_stride=page_layout.block_stride, page_bytes=page_layout.page_bytes, offset=page_layout.offset
-    )
-    runs = _kvx1_runs(geometry, page_layout, heads, layers, geometry.num_layers // layer_groups, slot)
     mapping = CanonicalMapping(
         slot=slot,
         runs=runs,
         segments=tuple(np.unique(runs["segment"]).tolist()),
-        canonical_block_stride=geometry.tokens_per_block * geometry.head_bytes,
-        tensors=(tensor,) * (len(layers) * (geometry.planes if split else 1)),
+        canonical_block_stride=block_stride,
+        tensors=tensors,
         num_writers=replicas,
         writer_index=shard.tp_rank % replicas,
     )
     verify_mapping(mapping)
     return mapping
+
+
+def _check_elements(geometry: KVGeometry, page: PageLayout) -> None:
+    if page.dim_stride != geometry.itemsize:
+        raise LayoutError(
+            f"dim_stride={page.dim_stride} of layout {page.name!r} is not the itemsize {geometry.itemsize} of "
+            f"{geometry.dtype}: elements of a head must lie side by side"
+        )
 
 
 def _kvx1_runs(
@@ -278,17 +338,53 @@ def _kvx1_runs(
     return runs
 
 
+def _runs_with_extra(
+    geometry: KVGeometry, pages: PageLayout | Sequence[PageLayout], layers: range, group_layers: int
+) -> tuple[NDArray[np.void], tuple[LocalTensor, ...], int]:
+    """Runs, tensors, and bytes of a block in a segment, of layers that keep extra bytes beside their latent.
+
+    Planes of different sizes have no common stride between blocks, so here the blocks are the outermost axis.
+    """
+    count = sum(1 + (geometry.layer_extra_bytes[layer] > 0) for layer in layers)
+    if isinstance(pages, PageLayout) or len(pages) != count:
+        raise LayoutError(
+            f"layers with extra_bytes need a page layout for each of these {count} tensors: latents and extra bytes "
+            "differ in size"
+        )
+    runs: list[tuple[int, ...]] = []
+    tokens, offset = geometry.tokens_per_block, 0
+    for layer in layers:
+        if layer % group_layers == 0:
+            offset = 0
+        for tensor in _layer(geometry, layer).tensors:
+            page = pages[len(runs)]
+            _check_elements(tensor, page)
+            size, count, stride = tensor.head_bytes, tokens, page.token_stride
+            if stride == size:  # tokens lie side by side: one piece
+                size, count, stride = size * tokens, 1, size * tokens
+            runs.append((len(runs), layer // group_layers, page.offset, offset, size, count, stride))
+            offset += tokens * tensor.head_bytes
+    return np.array(runs, dtype=RUN_DTYPE), tuple(page.tensor for page in pages), offset
+
+
+def _layer(geometry: KVGeometry, layer: int) -> KVGeometry:
+    return replace(geometry, num_layers=1, extra_bytes=geometry.layer_extra_bytes[layer])
+
+
 def kvx1_mappings(
     geometry: KVGeometry,
     tp_size: int,
-    page_layout: PageLayout,
+    page_layout: PageLayout | Sequence[PageLayout],
     *,
     pp_size: int = 1,
     blocks_per_chunk: int = 1,
     layer_groups: int = 1,
+    stage_layers: Sequence[int] | None = None,
     alignment: int = ALIGNMENT,
 ) -> tuple[CanonicalMapping, ...]:
     """The mappings of all ranks, pipeline stage by stage, proved to tile the slot together.
+
+    `page_layout` as a sequence names the tensors of all layers; each rank takes those of its own.
 
     Raises:
         LayoutError: as `kvx1_mapping`.
@@ -296,17 +392,26 @@ def kvx1_mappings(
     mappings = tuple(
         kvx1_mapping(
             geometry,
-            ShardSpec(tp_size=tp_size, tp_rank=tp_rank, pp_size=pp_size, pp_rank=pp_rank),
-            page_layout,
+            shard,
+            page_layout if isinstance(page_layout, PageLayout) else _of_layers(geometry, page_layout, layers),
             blocks_per_chunk=blocks_per_chunk,
             layer_groups=layer_groups,
+            stage_layers=stage_layers,
             alignment=alignment,
         )
         for pp_rank in range(pp_size)
         for tp_rank in range(tp_size)
+        for shard in [ShardSpec(tp_size=tp_size, tp_rank=tp_rank, pp_size=pp_size, pp_rank=pp_rank)]
+        for layers in [local_layers(geometry, shard, layer_groups, stage_layers)]
     )
     verify_writers(mappings)
     return mappings
+
+
+def _of_layers(geometry: KVGeometry, pages: Sequence[PageLayout], layers: range) -> Sequence[PageLayout]:
+    """Of page layouts of all tensors those of `layers`."""
+    ends = np.cumsum([0, *(1 + (extra > 0) for extra in geometry.layer_extra_bytes)])
+    return pages[ends[layers.start] : ends[layers.stop]]
 
 
 def row_mapping(row_bytes: int, *, row_stride: int | None = None, alignment: int = ALIGNMENT) -> CanonicalMapping:

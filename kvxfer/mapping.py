@@ -57,7 +57,8 @@ class LocalTensor:
 class CanonicalMapping:
     """One rank's part of a slot: which local bytes are which canonical bytes. Immutable, compared by identity.
 
-    Take it from `kvx1_mapping` or `row_mapping`: those prove it. The constructor checks what needs no proof.
+    Take it from `kvx1_mapping`, `row_mapping` or `opaque_mapping`: those prove it. The constructor checks what needs no
+    proof. A rank holds whole segments; host rows that ranks share byte by byte are `rows.RowMapping`s.
 
     Raises:
         LayoutError: `runs` are not sorted, or name a tensor or segment that is not there.
@@ -70,6 +71,8 @@ class CanonicalMapping:
     tensors: tuple[LocalTensor, ...]
     num_writers: int = 1  # ranks that hold these same segments
     writer_index: int = 0  # this rank's place among them
+    # None: certified not to depend on the sharding. Else ShardSpec.topology, which the namespace must name.
+    topology: str | None = None
 
     def __post_init__(self) -> None:
         if self.runs.dtype != RUN_DTYPE or self.runs.ndim != 1 or not len(self.runs):
@@ -177,17 +180,17 @@ def verify_mapping(mapping: CanonicalMapping, whose: str = "") -> None:
         raise LayoutError(
             f"{whose}run {int(np.argmin(sound))} does not fit its page or canonical_block_stride is out of range"
         )
-    index, fragment = _unroll(count)
+    index, fragment = unroll(count)
     start = runs["local_offset"][index] + fragment * stride[index]
     tensor = runs["tensor"][index].astype(np.int64)
-    _verify_cover(f"{whose}tensor", np.arange(len(tensors)), pages[:, 0], pages[:, 1], tensor, start, size[index])
-    index, block = _unroll(np.full(len(runs), slot.blocks_per_chunk, dtype=np.uint64))
+    verify_cover(f"{whose}tensor", np.arange(len(tensors)), pages[:, 0], pages[:, 1], tensor, start, size[index])
+    index, block = unroll(np.full(len(runs), slot.blocks_per_chunk, dtype=np.uint64))
     start = runs["canonical_offset"][index] + block * np.uint64(mapping.canonical_block_stride)
     segment = runs["segment"][index].astype(np.int64)
-    _verify_cover(f"{whose}segment", owned, np.zeros_like(owned), lengths, segment, start, (size * count)[index])
+    verify_cover(f"{whose}segment", owned, np.zeros_like(owned), lengths, segment, start, (size * count)[index])
 
 
-def _unroll(counts: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+def unroll(counts: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """For each i, counts[i] times: the index i, and 0, 1, 2 ..."""
     repeats = counts.astype(np.int64)
     index = np.repeat(np.arange(repeats.size), repeats)
@@ -195,7 +198,7 @@ def _unroll(counts: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.u
     return index, (np.arange(index.size) - first[index]).astype(np.uint64)
 
 
-def _verify_cover(
+def verify_cover(
     what: str,
     owners: NDArray[np.int64],
     low: NDArray[np.int64],
@@ -235,8 +238,8 @@ def verify_writers(per_rank: Sequence[CanonicalMapping]) -> None:
     """Raises LayoutError unless, for every slot number, each segment has exactly one elected writer."""
     first = per_rank[0]
     for rank, mapping in enumerate(per_rank):
-        if (mapping.slot, mapping.num_writers) != (first.slot, first.num_writers):
-            raise LayoutError(f"rank {rank}: its slot layout or number of writers differs from rank 0's")
+        if (mapping.slot, mapping.num_writers, mapping.topology) != (first.slot, first.num_writers, first.topology):
+            raise LayoutError(f"rank {rank}: its slot layout, number of writers or topology differs from rank 0's")
     for slot_index in range(first.num_writers):
         written = np.zeros(first.slot.num_segments, dtype=np.int64)
         for mapping in per_rank:

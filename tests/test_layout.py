@@ -358,7 +358,7 @@ def test_writers_that_leave_out_or_double_a_segment_are_found() -> None:
         (mappings[:7], "segment 3: 0 ranks write it in slots of number 1 modulo 2"),
         ((*mappings, mappings[0]), "segment 0: 2 ranks write it in slots of number 0 modulo 2"),
         ((replace(mappings[0], writer_index=1), *mappings[1:]), "segment 0: 0 ranks write"),
-        ((replace(mappings[0], num_writers=4), *mappings[1:]), "rank 1: its slot layout or number of writers"),
+        ((replace(mappings[0], num_writers=4), *mappings[1:]), "rank 1: its slot layout, number of writers or topology"),
         ((row_mapping(64), *mappings), "rank 1: its slot layout"),
         ((), "no rank"),
     ):

@@ -138,7 +138,7 @@ class Index:
                 return loaded
         except (lmdb.Error, OSError) as exc:
             self.lost = f"unreadable: {exc}"
-        self._drop_env()
+        self.drop()
         return None
 
     def _distrust(self) -> str:
@@ -266,7 +266,7 @@ class Index:
 
     def recreate(self, records: Iterable[IndexRecord], epochs: Mapping[int, int]) -> bool:
         """Throws the files away and writes new ones."""
-        self._drop_env()
+        self.drop()
         self._epochs = dict(epochs)
         self._broken = True
         try:
@@ -283,7 +283,7 @@ class Index:
                         txn.put(record.digest + record.key, _pack(record))
         except (lmdb.Error, OSError) as exc:
             self._count("recreate", exc)
-            self._drop_env()
+            self.drop()
             return False
         self._broken = False
         return True
@@ -320,10 +320,11 @@ class Index:
                 clean = True
             except (lmdb.Error, OSError) as exc:
                 self._count("sync", exc)
-        self._drop_env()
+        self.drop()
         return clean and self._mark("clean")
 
-    def _drop_env(self) -> None:
+    def drop(self) -> None:
+        """Closes the environment and promises nothing: the next open has to judge."""
         env, self._env = self._env, None
         if env is not None:
             env.close()

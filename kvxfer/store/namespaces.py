@@ -73,7 +73,12 @@ class NamespaceFiles:
     def _known(self) -> list[tuple[int, int, bytes]]:
         """(time of change, bytes, digest) of each."""
         found = []
-        for place in self._directory.iterdir() if self._directory.is_dir() else ():
+        try:
+            places = list(self._directory.iterdir()) if self._directory.is_dir() else []
+        except OSError as exc:
+            reporter.warn("namespace", f"the namespaces cannot be listed: {exc}")
+            return []
+        for place in places:
             try:
                 status = os.lstat(place / NAMESPACE_FILE)
                 found.append((status.st_mtime_ns, _cost(status.st_size), bytes.fromhex(place.name)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvxfer.config import StoreConfig, slab_cost
-from kvxfer.errors import ConfigError, IOFault
+from kvxfer.errors import ConfigError, FormatError, IOFault
 from kvxfer.io.modes import IOMode, probe_mode, refuse_network
 from kvxfer.io.system import sys_mkdir, try_unlink
 from kvxfer.store.entry import Entry
@@ -72,24 +72,20 @@ def open_root(config: StoreConfig) -> Opened:
     root = config.root
     refuse_network(root)
     _check_descriptors(config)
-    info = read_root(root)
-    found: list[FoundSlab] = []
-    leftovers: list[Path] = []
+    mode: IOMode | None = None
+    if read_root(root) is None:
+        mode = probe_mode(_nearest(root), config.direct)  # refuses before anything is made
+        make_directories(root)
     with ExitStack() as undo:
-        if info is None:
-            mode = probe_mode(_nearest(root), config.direct)
-            make_directories(root)
-            lock = RootLock.take(root)
-            undo.callback(lock.drop)
-            info = read_root(root) or RootInfo(mode.alignment, 0)
-            write_root(root, info)
-        else:
-            lock = RootLock.take(root)
-            undo.callback(lock.drop)
-            info = read_root(root) or info
-            found, leftovers = scan_directory(root / SLABS, info.alignment)
-            mode = probe_mode(root, config.direct)
-        mode = _fit_mode(mode, info, config)
+        lock = RootLock.take(root)
+        undo.callback(lock.drop)
+        info = read_root(root)  # once more: now nobody else can change it
+        if info is None and mode is not None:
+            write_root(root, info := RootInfo(mode.alignment, 0))
+        elif info is None:
+            raise FormatError(f"{root} lost its kvxfer.json while it was being opened; nothing was changed")
+        found, leftovers = scan_directory(root / SLABS, info.alignment)
+        mode = _fit_mode(mode or probe_mode(root, config.direct), info, config)
         nbytes, nfiles, small = strangers(root)
         unopened = [slab for slab in found if slab.error]
         nbytes += sum(max(slab.size, slab.blocks) for slab in unopened)
@@ -142,6 +138,8 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
     headers = _open_slabs(opened)
     if loaded is not None:
         records, opened.epochs = loaded.records, dict(loaded.epochs)
+        for record in records:
+            opened.epochs.setdefault(record.generation >> 32, 0)
     else:
         scan = scan_slabs(opened.slabs, threads)
         records, opened.epochs = scan.records, dict.fromkeys(scan.epochs, 0)

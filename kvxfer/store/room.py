@@ -41,8 +41,13 @@ class SlabRoom:
         self._table = table
         self._writers = writers
         self._directory = config.root / SLABS
+        self._budget = config.slab_budget
         self._next_id = opened.next_slab_id
         self._retry_at = 0.0
+        self._shapes: dict[SlotLayout, tuple[int, int]] = {}  # slots of a new slab, what it counts as
+        # What is counted for slabs and for what is not the store's.
+        self.used_bytes = self.other_bytes + sum(slab_cost(slab.file_bytes) for slab in opened.slabs)
+        self.used_files = self.other_files + len(opened.slabs)
 
     def slots_per_slab(self, layout: SlotLayout) -> int:
         """Slots of a new slab; one where `slab_bytes` was left out and would hold none.
@@ -57,18 +62,14 @@ class SlabRoom:
                 f"slab_bytes={slab_bytes} holds no slot of {layout.slot_bytes} bytes and a header of {layout.alignment}"
             )
         cost = slab_cost(slab_file_bytes(layout, max(1, slots)))
-        budget = self._config.slab_budget[0] - self.other_bytes
+        budget = self._budget[0] - self.other_bytes
         if cost > budget:
             raise ConfigError(
                 f"capacity_bytes={self._config.capacity_bytes} has {budget} bytes for slabs, one for slots of "
                 f"{layout.slot_bytes} bytes takes {cost}"
             )
+        self._shapes[layout] = max(1, slots), cost
         return max(1, slots)
-
-    def used(self) -> tuple[int, int]:
-        """(bytes, files) counted for slabs and for what is not the store's."""
-        slabs = self._table.slabs()
-        return sum(slab_cost(slab.file_bytes) for slab in slabs) + self.other_bytes, len(slabs) + self.other_files
 
     def widen(self, layout: SlotLayout, n: int) -> Made:
         """Makes slabs until as many as there are writers (or slots asked for) have free slots; else one more."""
@@ -79,11 +80,13 @@ class SlabRoom:
         return Made.YES
 
     def create(self, layout: SlotLayout) -> Made:
-        """Makes a slab, if the cap has room for it, and gives its slots to the table."""
-        num_slots = self.slots_per_slab(layout)
-        used_bytes, used_files = self.used()
-        nbytes, nfiles = self._config.slab_budget
-        if used_bytes + slab_cost(slab_file_bytes(layout, num_slots)) > nbytes or used_files + 1 > nfiles:
+        """Makes a slab, if the cap has room for it, and gives its slots to the table.
+
+        Pre: `slots_per_slab` has accepted the layout.
+        """
+        num_slots, cost = self._shapes[layout]
+        nbytes, nfiles = self._budget
+        if self.used_bytes + cost > nbytes or self.used_files + 1 > nfiles:
             return Made.OVER_CAP
         if time.monotonic() < self._retry_at:
             return Made.FAILED
@@ -95,10 +98,10 @@ class SlabRoom:
             self._retry_at = time.monotonic() + RETRY_S
             reporter.warn("slab", f"a slab cannot be made; the store goes on with those it has: {exc}")
             if (self._directory / (slab_name(slab_id) + TEMPORARY)).exists():
-                self.other_bytes += slab_cost(slab_file_bytes(layout, num_slots))
-                self.other_files += 1
+                self._count(cost)  # it could not be removed either
             return Made.FULL if exc.errno in _FULL else Made.FAILED
         self.created += 1
+        self._count(cost)
         self._table.attach(slab)
         return Made.YES
 
@@ -113,7 +116,12 @@ class SlabRoom:
             slab.stuck = True
             self._table.attach(slab)
             return False
+        self._count(-slab_cost(slab.file_bytes))
         slab.close()
         self.removed += 1
         self._retry_at = 0.0
         return True
+
+    def _count(self, cost: int) -> None:
+        self.used_bytes += cost
+        self.used_files += 1 if cost > 0 else -1

@@ -79,8 +79,8 @@ class Store:
         if type(writers) is not int or writers < 1:
             raise ConfigError(f"writers={writers!r} must be an integer of at least 1")
         opened = open_root(config)
+        index = Index(config.root / INDEX, config.effective_index_map_bytes)
         try:
-            index = Index(config.root / INDEX, config.effective_index_map_bytes)
             fill(opened, config, index, writers)
             table = Table(Generations(opened.epochs), writers, policy)
             for slab in opened.slabs:
@@ -91,6 +91,7 @@ class Store:
             index.add_epoch(table.generations.epoch)
             opened.lock.sign()
         except BaseException:
+            index.drop()
             opened.close()
             raise
         store = cls(config, opened, index, table, SlabRoom(config, opened, table, writers))
@@ -246,10 +247,11 @@ class Store:
         return taken
 
     def _index_room(self, slot: SlotLayout, n: int) -> int:
-        """How many more entries the index can name, once the coldest of this layout made way for `n`."""
+        """How many more entries the index can name, once the coldest ones, of any layout, made way for `n`."""
         table, most = self._table, self._index.max_entries
         while (short := table.entries + table.reserved + min(n, most) - most) > 0:
-            if not self._evict(slot, min(short, TRANSACTION), "index"):
+            layout = table.coldest_layout() or slot
+            if not self._evict(layout, min(short, TRANSACTION), "index"):
                 break
         return max(0, most - table.entries - table.reserved)
 
@@ -378,7 +380,7 @@ class Store:
         """Counters and gauges; takes the table's lock alone."""
         self._check(closed_ok=True)
         table, room, index, opened = self._table, self._room, self._index, self._opened
-        slab_bytes = room.used()[0]
+        slab_bytes = room.used_bytes
         slabs = table.slabs()
         with table.lock:
             return StoreStats(

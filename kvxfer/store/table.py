@@ -212,6 +212,13 @@ class Table:
             removable = [slab for slabs in others for slab in slabs if not slab.held and not slab.stuck]
             return min(removable, key=lambda slab: slab.last_used, default=None)
 
+    def coldest_layout(self) -> SlotLayout | None:
+        """The layout whose first victim was used longest ago; None where there is no victim at all."""
+        with self.lock:
+            firsts = [victim for slots in self.classes.values() for victim in slots.policy.victims(1)]
+            coldest = min(firsts, key=lambda victim: victim.tick, default=None)
+            return None if coldest is None else coldest.slab.layout
+
     def next_victim_tick(self, layout: SlotLayout) -> int | None:
         """When the first victim of a class was used last; None if it has none."""
         with self.lock:

@@ -118,6 +118,26 @@ def test_nothing_held_is_ever_reclaimed(opened: Opened) -> None:
     assert len(store.reserve(shared, rig.SHARED, 1)) == 1
 
 
+def test_a_slab_that_was_pinned_since_it_was_chosen_stays(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(writers=1)
+    row, shared, _ = register(store)
+    names = names_of(0, 273)
+    rig.put(store, row, names)
+    choose = store._table.coldest_other
+    pinned = []
+
+    def pin_what_is_chosen(layout: SlotLayout) -> object:
+        slab = choose(layout)
+        pinned.extend(store.pin(row, names[:1]))
+        return slab
+
+    monkeypatch.setattr(store._table, "coldest_other", pin_what_is_chosen)
+    assert store.reserve(shared, rig.SHARED, 1) == []
+    assert store.lookup_prefix(row, names) == 273
+    assert rig.verify(pinned[0])
+    store.unpin(pinned)
+
+
 def test_a_slab_that_cannot_be_removed_is_skipped(opened: Opened, root: Path, faults: FaultyIO) -> None:
     store = opened(writers=1)
     row, shared, _ = register(store)
@@ -150,6 +170,18 @@ def test_the_index_names_no_more_than_it_has_room_for(opened: Opened, root: Path
     assert stats.index_errors == 0
     assert (root / "index" / "data.mdb").stat().st_size <= 1 << 20
     assert len(store.reserve(tiny, TINY, 5000)) == most
+
+
+def test_a_full_index_makes_room_among_all_layouts(opened: Opened) -> None:
+    store = opened(capacity_bytes=12 << 20, index_map_bytes=1 << 20)
+    row, _, tiny = register(store)
+    most = store.stats().max_entries
+    slots = store.reserve(tiny, TINY, most)
+    names = names_of(0, most)
+    assert all(store.commit(tiny, [(name, slot, 1) for name, slot in zip(names, slots, strict=True)]))
+    assert rig.put(store, row, names[:10]) == [True] * 10
+    assert store.lookup_prefix(tiny, names) == 0
+    assert len(store.keys(tiny)) == most - 10
 
 
 # ---- slabs that cannot be made -------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import stat
@@ -65,16 +64,6 @@ def test_modes_are_private(opened: Opened, root: Path) -> None:
     fill(opened)
     for path in [root, *root.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-
-
-def test_namespace_files_say_what_was_given(opened: Opened, root: Path) -> None:
-    store = opened()
-    space = rig.namespace(model="../../etc/passwd", extra={"salt": "ü"})
-    digest = store.register(space, rig.ROW)
-    body = json.loads((root / "namespaces" / digest.hex() / "namespace.json").read_text())
-    assert body["namespace"] == space.as_json()
-    assert body["slot"]["segment_bytes"] == 5000
-    assert (body["format"], body["weight_epoch"]) == (1, 0)
 
 
 def test_the_header_is_what_the_format_says(opened: Opened, root: Path) -> None:
@@ -470,32 +459,3 @@ def test_a_root_that_cannot_be_made_is_an_io_fault(root: Path, faults: FaultyIO,
     assert info.value.errno == errno.EROFS
     faults.__exit__(None, None, None)
     Store.open(rig.config(root)).close()
-
-
-def test_namespace_files_stay_within_their_share(opened: Opened, root: Path) -> None:
-    for i in range(10):
-        store = opened(max_files=64)
-        store.register(rig.namespace(extra={"turn": i}), rig.ROW)
-        store.close()
-    assert len(list((root / "namespaces").iterdir())) == 4
-    store = opened(max_files=64)
-    for i in range(4):
-        store.register(rig.namespace(extra={"now": i}), rig.ROW)
-    with pytest.raises(StoreError, match="5 namespaces of .* bytes are in use.*room for 4"):
-        store.register(rig.namespace(extra={"now": 4}), rig.ROW)
-    store.close()
-    opened(max_files=20)
-    assert len(list((root / "namespaces").iterdir())) == 1
-
-
-def test_a_namespace_file_that_cannot_be_written_stops_nobody(opened: Opened, faults: FaultyIO) -> None:
-    store = opened()
-    faults.fail("rename", errno.ENOSPC, times=1)
-    digest = store.register(rig.namespace(), rig.ROW)
-    assert store.stats().namespace_errors == 1
-    assert rig.put(store, digest, KEYS[:3]) == [True] * 3
-    faults.fail("fsync", errno.ENOSPC)
-    with pytest.raises(IOFault):
-        store.bump_epoch()
-    assert store.weight_epoch == 0
-    assert store.lookup_prefix(digest, KEYS) == 3

@@ -176,6 +176,28 @@ def test_invalidate_misses_at_once_and_frees_after_index_and_pins(opened: Opened
     assert store.stats().pinned_entries == 0
 
 
+def test_a_slot_is_not_used_again_before_the_index_has_forgotten_what_was_in_it(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    digest = store.register(rig.namespace(), rig.ROW)
+    rig.put(store, digest, KEYS)
+    (entry,) = store.pin(digest, KEYS[:1])
+    assert entry is not None
+    with monkeypatch.context() as broken:
+        broken.setattr(store._index, "apply", lambda deletes, puts: not deletes and not puts)
+        store.invalidate(entry, "bad_sum")
+        store.unpin([entry])
+        assert not store.maintain()
+        taken = store.reserve(digest, rig.ROW, 300)
+        assert len(taken) == 273 - 20  # nothing can be evicted either
+        assert store.stats().evictions["capacity"] == 0
+        assert store.lookup_prefix(digest, KEYS[1:]) == 19
+        assert rig.put(store, digest, KEYS[:1]) == [False]
+    (last,) = store.reserve(digest, rig.ROW, 1)
+    assert (last.slab, last.slot) == (entry.slab, entry.slot)
+
+
 def test_an_invalidation_that_comes_late_leaves_the_new_entry(opened: Opened) -> None:
     store = opened()
     digest = store.register(rig.namespace(), rig.ROW)

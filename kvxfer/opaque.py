@@ -1,0 +1,100 @@
+"""Pages that nobody here can look into, such as state-space layers': moved whole, under their exact topology."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvxfer.errors import LayoutError
+from kvxfer.geometry import ShardSpec
+from kvxfer.mapping import RUN_DTYPE, CanonicalMapping, LocalTensor, verify_mapping, verify_writers
+from kvxfer.slot import ALIGNMENT, SlotLayout
+
+__all__ = ["opaque_mapping", "opaque_mappings"]
+
+
+def opaque_mapping(
+    tensors: Sequence[LocalTensor],
+    shard: ShardSpec,
+    *,
+    blocks_per_chunk: int = 1,
+    parts: int = 1,
+    alignment: int = ALIGNMENT,
+) -> CanonicalMapping:
+    """A rank's pages at a place of its own in a slot (docs/format.md, `opaque`): nothing is said about their bytes.
+
+    Every rank has `parts` segments, numbered by `shard.rank`; each holds consecutive tensors, for each block in turn
+    their pages. All ranks' parts must have one size. The bytes mean something only under this very sharding: the
+    namespace must name it (`CanonicalMapping.topology`).
+
+    Args:
+        tensors: this rank's, one for each page of a block; `PageLayout.tensor` makes one of declared strides.
+        parts: segments of a rank, of as many tensors each: what is read and verified at a time.
+
+    Raises:
+        LayoutError: the tensors do not divide into parts of one size.
+    """
+    if not tensors or parts < 1 or len(tensors) % parts:
+        raise LayoutError(f"parts={parts} must divide the {len(tensors)} tensors of a rank")
+    share = len(tensors) // parts
+    sizes = np.array([tensor.page_bytes for tensor in tensors], dtype=np.uint64).reshape(parts, share)
+    totals = sorted(set(sizes.sum(axis=1).tolist()))
+    if len(totals) > 1:
+        raise LayoutError(f"parts={parts} makes parts of {totals} bytes a block: segments have equal sizes")
+    slot = SlotLayout(
+        segment_bytes=blocks_per_chunk * totals[0],
+        last_segment_bytes=blocks_per_chunk * totals[0],
+        num_segments=shard.world_size * parts,
+        segments_per_trailer=1,
+        blocks_per_chunk=blocks_per_chunk,
+        alignment=alignment,
+    )
+    runs = np.zeros(len(tensors), dtype=RUN_DTYPE)
+    runs["tensor"] = np.arange(len(tensors))
+    runs["segment"] = shard.rank * parts + runs["tensor"] // share
+    runs["local_offset"] = [tensor.offset for tensor in tensors]
+    runs["canonical_offset"] = (np.cumsum(sizes, axis=1) - sizes).reshape(-1)
+    runs["fragment_size"] = runs["local_stride"] = sizes.reshape(-1)
+    runs["num_fragments"] = 1
+    mapping = CanonicalMapping(
+        slot=slot,
+        runs=runs,
+        segments=tuple(range(shard.rank * parts, (shard.rank + 1) * parts)),
+        canonical_block_stride=totals[0],
+        tensors=tuple(tensors),
+        topology=shard.topology,
+    )
+    verify_mapping(mapping)
+    return mapping
+
+
+def opaque_mappings(
+    per_rank: Sequence[Sequence[LocalTensor]],
+    tp_size: int,
+    *,
+    pp_size: int = 1,
+    pcp_size: int = 1,
+    blocks_per_chunk: int = 1,
+    parts: int = 1,
+    alignment: int = ALIGNMENT,
+) -> tuple[CanonicalMapping, ...]:
+    """The mappings of all ranks in the order of `ShardSpec.rank`, proved to tile the slot together.
+
+    Raises:
+        LayoutError: as `opaque_mapping`; or the ranks' pages differ in size.
+    """
+    places = [
+        ShardSpec(tp_size=tp_size, tp_rank=tp, pp_size=pp_size, pp_rank=pp, pcp_size=pcp_size, pcp_rank=pcp)
+        for pp in range(pp_size)
+        for pcp in range(pcp_size)
+        for tp in range(tp_size)
+    ]
+    if len(per_rank) != len(places):
+        raise LayoutError(f"{len(per_rank)} ranks' tensors were given for {len(places)} ranks")
+    mappings = tuple(
+        opaque_mapping(tensors, shard, blocks_per_chunk=blocks_per_chunk, parts=parts, alignment=alignment)
+        for tensors, shard in zip(per_rank, places, strict=True)
+    )
+    verify_writers(mappings)
+    return mappings
