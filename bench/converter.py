@@ -71,7 +71,8 @@ class Workload:
         self.nbytes = cache.full.nbytes
         slot = self.mappings[0].slot
         self.canonical = allocate(num_blocks * slot.payload_stride).reshape(num_blocks, slot.payload_stride)
-        self.mine = self.canonical.reshape(num_blocks, slot.num_segments, -1)[:, held.start : held.stop]
+        segments = self.canonical.reshape(num_blocks, slot.num_segments, -1)[..., : slot.segment_bytes]
+        self.mine = segments[:, held.start : held.stop]
         self.want = cache.segments()
         self.want_sums = sums_of(self.want)
         self.sums: NDArray[np.uint64] = np.zeros((num_blocks, slot.num_segments), np.uint64)
@@ -79,7 +80,7 @@ class Workload:
         self.copy = allocate(self.nbytes)
         self.torch = None
         if has_torch() and self.fragment <= SMALL_FRAGMENT:
-            self.torch = TorchIndexing(self.pools, self.canonical.reshape(num_blocks, slot.num_segments, -1))
+            self.torch = TorchIndexing(self.pools, segments)
 
     # ---- checks ----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from bench.options import Options
 from bench.peers import Place, PlainFiles
 from bench.pools import POISON, SPARE_BLOCKS, Bytes, allocate, difference, random_bytes
 from bench.table import Impl, Table, measure
-from kvxfer.config import EngineConfig, StoreConfig
+from kvxfer.config import EngineConfig, StoreConfig, slab_cost
 from kvxfer.convert.pages import KVPages
 from kvxfer.engine import TransferEngine, TransferResult
 from kvxfer.errors import StoreError
@@ -37,6 +37,7 @@ JOB_CHUNKS = 256  # of one job, at most; a run's jobs are submitted together
 GENERATIONS = 2  # runs whose chunks the store holds: each run evicts what the one before last stored
 TIMEOUT_S = 60.0
 INDEX_BYTES = 16 << 20
+SMALL_BYTES = 4 << 20  # of what a store keeps beside slabs and index
 ROW_SIZES = (64 << 10, 512 << 10, 2 << 20)
 IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -205,19 +206,14 @@ def _complete(results: dict[int, TransferResult], jobs: Sequence[int], nbytes: i
 
 
 def _store_config(root: Path, slot: SlotLayout, num_chunks: int, files: int) -> StoreConfig:
-    """Room for GENERATIONS runs in so many slabs, and no more."""
-    per_slab = -(-GENERATIONS * num_chunks // files)
-    slab_bytes = slot.alignment + per_slab * slot.slot_bytes
-    capacity = files * slab_bytes
-    while True:
-        config = (
-            StoreConfig(root=root, capacity_bytes=capacity, slab_bytes=slab_bytes, index_map_bytes=INDEX_BYTES)
-            if capacity > INDEX_BYTES + slab_bytes
-            else None
-        )
-        if config is not None and config.slab_budget[0] >= files * (slab_bytes + slab_bytes // 256 + 2 * 4096):
-            return config
-        capacity += 1 << 20
+    """Room for GENERATIONS runs in so many slabs, and for no slab more."""
+    slab_bytes = slot.alignment + -(-GENERATIONS * num_chunks // files) * slot.slot_bytes
+    return StoreConfig(
+        root=root,
+        capacity_bytes=files * slab_cost(slab_bytes) + INDEX_BYTES + SMALL_BYTES,
+        slab_bytes=slab_bytes,
+        index_map_bytes=INDEX_BYTES,
+    )
 
 
 class PlainRun:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bench.pools import Bytes, RankPool
 from kvxfer.errors import ConfigError
 
-__all__ = ["CALL_DTYPE", "PlainFiles", "TorchIndexing", "has_torch", "memcpy"]
+__all__ = ["Place", "PlainFiles", "TorchIndexing", "has_torch", "memcpy"]
 
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra")

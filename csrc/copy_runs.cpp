@@ -73,7 +73,12 @@ void copy_group(const Mapping &mapping, uint32_t first, uint32_t end, const int6
   const bool lines = grain(fragments | kLine) == kLine;
   // A scatter may stream parts of lines where the group's next fragment at once fills the line up.
   const bool filled = joined && least * (end - first) >= 4 * kLine && grain(pages | 16) == 16;
-  stream = stream && (grain((kGather ? places : pages) | kLine) == kLine || (!kGather && filled));
+  if (kGather) {
+    stream =
+        stream && isa() != Isa::kScalar && grain(places | kLine) == kLine;  // plain C++ has no such stores
+  } else {
+    stream = stream && (grain(pages | kLine) == kLine || filled);
+  }
   uint64_t unused[kMaxGroup];
   if (kGather && stream && lines && sums == nullptr) sums = unused;  // faster, see copy_kernels.h
   const bool straight = kGather && stream ? lines : sums == nullptr || grain(fragments | 4) == 4;

@@ -40,9 +40,9 @@ class Staging {
 };
 
 struct Counters {
-  std::atomic<uint64_t> chunks_stored{0}, chunks_loaded{0}, bytes_written{0}, bytes_read{0}, chunks_verified{0},
-      segments_verified{0}, truncated{0}, bad_trailer{0}, foreign{0}, bad_sum{0}, absent{0}, io_errors{0},
-      deadline_cuts{0}, lost_calls{0}, late_returns{0};
+  std::atomic<uint64_t> chunks_stored{0}, chunks_loaded{0}, bytes_written{0}, bytes_read{0},
+      chunks_verified{0}, segments_verified{0}, truncated{0}, bad_trailer{0}, foreign{0}, bad_sum{0},
+      absent{0}, io_errors{0}, deadline_cuts{0}, lost_calls{0}, late_returns{0};
 };
 
 class Core;
@@ -114,7 +114,7 @@ class Core : public std::enable_shared_from_this<Core> {
   uint32_t busy_ = 0;        // of those in service
   uint32_t storing_ = 0;     // of those, in a store
   bool woken_ = false;
-  bool watching_ = false;    // the monitor looks at the clock while calls are under way
+  bool watching_ = false;  // the monitor looks at the clock while calls are under way
   bool stopping_ = false;
   bool stopped_ = false;
 };

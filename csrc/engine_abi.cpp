@@ -66,7 +66,9 @@ int kvx_engine_details(kvx_engine *engine, uint64_t job_id, uint8_t *status, kvx
 
 void kvx_engine_forget(kvx_engine *engine, uint64_t job_id) { engine->core->forget(job_id); }
 
-int kvx_engine_late(kvx_engine *engine, uint64_t *job_id, uint32_t *chunk) { return engine->core->late(job_id, chunk); }
+int kvx_engine_late(kvx_engine *engine, uint64_t *job_id, uint32_t *chunk) {
+  return engine->core->late(job_id, chunk);
+}
 
 int kvx_engine_wait(kvx_engine *engine, uint32_t mask, uint64_t timeout_ns) {
   return engine->core->wait(mask, timeout_ns);
@@ -80,7 +82,9 @@ int kvx_engine_wait_gathered(kvx_engine *engine, uint64_t job_id, uint64_t timeo
 
 int kvx_engine_cancel(kvx_engine *engine, uint64_t job_id) { return engine->core->cancel(job_id); }
 
-int kvx_engine_shutdown(kvx_engine *engine, uint64_t timeout_ns) { return engine->core->shutdown(timeout_ns); }
+int kvx_engine_shutdown(kvx_engine *engine, uint64_t timeout_ns) {
+  return engine->core->shutdown(timeout_ns);
+}
 
 void kvx_engine_free(kvx_engine *engine) { delete engine; }
 

@@ -1,5 +1,5 @@
-// Queues, threads and the monitor. One mutex guards all job state: it is taken a few times a chunk, never across a
-// system call or a copy.
+// Queues, threads and the monitor. One mutex guards all job state: it is taken a few times a chunk, never
+// across a system call or a copy.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -102,8 +102,8 @@ void Core::run_worker(Worker *worker) {
     const uint32_t chunk = worker->chunk;
     if (config_.io_timeout_ns && !watching_) monitor_wake_.notify_one();
     lock.unlock();
-    const Outcome outcome =
-        job.direction == KVX_STORE ? run_store(*this, *worker, job, chunk) : run_load(*this, *worker, job, chunk);
+    const Outcome outcome = job.direction == KVX_STORE ? run_store(*this, *worker, job, chunk)
+                                                       : run_load(*this, *worker, job, chunk);
     lock.lock();
     if (!finish(worker, outcome)) break;
   }
@@ -113,14 +113,29 @@ void Core::run_worker(Worker *worker) {
 
 void Core::count(int direction, const Outcome &outcome) {
   switch (outcome.status) {
-    case KVX_OK: ++(direction == KVX_STORE ? counters.chunks_stored : counters.chunks_loaded); break;
-    case KVX_IO: ++counters.io_errors; break;
-    case KVX_TRUNCATED: ++counters.truncated; break;
-    case KVX_BAD_TRAILER: ++counters.bad_trailer; break;
-    case KVX_FOREIGN: ++counters.foreign; break;
-    case KVX_BAD_SUM: ++counters.bad_sum; break;
-    case KVX_ABSENT: ++counters.absent; break;
-    default: return;
+    case KVX_OK:
+      ++(direction == KVX_STORE ? counters.chunks_stored : counters.chunks_loaded);
+      break;
+    case KVX_IO:
+      ++counters.io_errors;
+      break;
+    case KVX_TRUNCATED:
+      ++counters.truncated;
+      break;
+    case KVX_BAD_TRAILER:
+      ++counters.bad_trailer;
+      break;
+    case KVX_FOREIGN:
+      ++counters.foreign;
+      break;
+    case KVX_BAD_SUM:
+      ++counters.bad_sum;
+      break;
+    case KVX_ABSENT:
+      ++counters.absent;
+      break;
+    default:
+      return;
   }
   if (direction == KVX_LOAD && outcome.status != KVX_IO) ++counters.chunks_verified;
 }
@@ -238,7 +253,8 @@ void Core::mark_lost(Worker *worker) {
   ++counters.lost_calls;
   const bool store = worker->job->direction == KVX_STORE;
   const bool slot_at_risk = store && worker->job->writing(worker->chunk);
-  worker->job->settle(worker->chunk, Outcome{slot_at_risk || !store ? uint8_t{KVX_LOST} : uint8_t{KVX_CANCELLED}});
+  worker->job->settle(worker->chunk,
+                      Outcome{slot_at_risk || !store ? uint8_t{KVX_LOST} : uint8_t{KVX_CANCELLED}});
   publish_if_done(*worker->job);
   idle_.notify_all();
 }
@@ -368,9 +384,13 @@ int Core::shutdown(uint64_t timeout_ns) {
     monitor_.join();
     lock.lock();
   }
-  // What isn't in a call leaves at once; a copy under way ends by itself. Only threads in a call may stay for ever.
-  const auto gone = [](const Worker &w) { return w.exited || (w.lost && w.call_started.load(std::memory_order_acquire)); };
-  while (!std::all_of(workers_.begin(), workers_.end(), gone)) idle_.wait_for(lock, std::chrono::milliseconds(10));
+  // What isn't in a call leaves at once; a copy under way ends by itself. Only threads in a call may stay for
+  // ever.
+  const auto gone = [](const Worker &w) {
+    return w.exited || (w.lost && w.call_started.load(std::memory_order_acquire));
+  };
+  while (!std::all_of(workers_.begin(), workers_.end(), gone))
+    idle_.wait_for(lock, std::chrono::milliseconds(10));
   reap();
   for (Worker &worker : workers_)
     if (worker.thread.joinable()) worker.thread.detach();
@@ -380,9 +400,25 @@ int Core::shutdown(uint64_t timeout_ns) {
 void Core::stats(kvx_stats *out) {
   std::lock_guard<std::mutex> lock(mutex);
   const Counters &c = counters;
-  *out = {c.chunks_stored, c.chunks_loaded, c.bytes_written, c.bytes_read, c.chunks_verified, c.segments_verified,
-          c.truncated, c.bad_trailer, c.foreign, c.bad_sum, c.absent, c.io_errors, c.deadline_cuts, c.lost_calls,
-          c.late_returns, 0, busy_, lost_, 0};
+  *out = {c.chunks_stored,
+          c.chunks_loaded,
+          c.bytes_written,
+          c.bytes_read,
+          c.chunks_verified,
+          c.segments_verified,
+          c.truncated,
+          c.bad_trailer,
+          c.foreign,
+          c.bad_sum,
+          c.absent,
+          c.io_errors,
+          c.deadline_cuts,
+          c.lost_calls,
+          c.late_returns,
+          0,
+          busy_,
+          lost_,
+          0};
   for (const auto &queue : queue_)
     for (const auto &job : queue) out->queued_chunks += job->closed() ? 0 : job->untaken();
   for (const Worker &worker : workers_) out->leaked_bytes += worker.lost ? worker.staging.size() : 0;

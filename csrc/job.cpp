@@ -27,7 +27,9 @@ bool same_layout(const kvx_slot_layout &a, const kvx_slot_layout &b) {
 
 int check(const kvx_job &job) {
   if (job.direction != KVX_STORE && job.direction != KVX_LOAD) return -EINVAL;
-  if (!job.num_chunks || !job.num_parts || !job.parts || !job.chunks || !job.block_ids || !job.namespace_digest) return -EINVAL;
+  if (!job.num_chunks || !job.num_parts || !job.parts || !job.chunks || !job.block_ids ||
+      !job.namespace_digest)
+    return -EINVAL;
   const kvx_mapping &first = *job.parts[0];
   const uint64_t ids = uint64_t{job.num_chunks} * first.layout.blocks_per_chunk;
   for (uint32_t p = 0; p < job.num_parts; ++p) {
@@ -36,7 +38,8 @@ int check(const kvx_job &job) {
     if (int error = check_blocks(part, job.block_ids, ids)) return error;
   }
   for (uint32_t c = 0; c < job.num_chunks; ++c)
-    if (!job.chunks[c].file || job.chunks[c].key_bytes < 1 || job.chunks[c].key_bytes > KVX_MAX_KEY) return -EINVAL;
+    if (!job.chunks[c].file || job.chunks[c].key_bytes < 1 || job.chunks[c].key_bytes > KVX_MAX_KEY)
+      return -EINVAL;
   return 0;
 }
 
@@ -135,7 +138,8 @@ void Job::drop_untaken(uint8_t status) {
 bool Job::publishable() {
   if (published || inside_ || (!closed_ && unsettled_)) return false;
   for (uint32_t c = 0; c < num_chunks(); ++c) {
-    if (outcomes_[c].status == KVX_PENDING) outcomes_[c].status = writing_[c] ? uint8_t{KVX_LOST} : close_status_;
+    if (outcomes_[c].status == KVX_PENDING)
+      outcomes_[c].status = writing_[c] ? uint8_t{KVX_LOST} : close_status_;
     if (outcomes_[c].status != KVX_OK) continue;
     ++num_ok;
     result_bytes += plan(c).payload_bytes();

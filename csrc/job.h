@@ -46,7 +46,7 @@ class Job : public std::enable_shared_from_this<Job> {
   bool live() const { return live_; }
 
   // ---- guarded by the engine's mutex ----
-  uint32_t next = 0;          // first chunk that no thread has taken
+  uint32_t next = 0;  // first chunk that no thread has taken
   bool published = false;
   uint64_t elapsed_ns = 0;
   uint64_t result_bytes = 0;
@@ -59,11 +59,11 @@ class Job : public std::enable_shared_from_this<Job> {
   // Inside the gate the caller's memory may be read or written for chunk c. False once it is abandoned.
   bool enter(uint32_t c);
   void leave() { --inside_; }
-  // From here on the chunk's source blocks may be reused, and its slot may be written until settle(). False once
-  // it is abandoned.
+  // From here on the chunk's source blocks may be reused, and its slot may be written until settle(). False
+  // once it is abandoned.
   bool begin_write(uint32_t c);
-  // Records what became of chunk c. Ignored where that is known already; true if it had been given up as lost with a
-  // write under way, which has returned now: only now the slot is free again.
+  // Records what became of chunk c. Ignored where that is known already; true if it had been given up as lost
+  // with a write under way, which has returned now: only now the slot is free again.
   bool settle(uint32_t c, const Outcome &outcome);
   // No thread enters the gate any more; chunks without an answer get `status`.
   void close(uint8_t status);

@@ -41,8 +41,19 @@ KVX_API uint32_t kvx_crc32c(const void *data, uint64_t nbytes);
 
 /* Every call a store makes, replaceable one by one. The default table is the C library's. */
 enum kvx_op {
-  KVX_OP_OPEN, KVX_OP_CLOSE, KVX_OP_PREAD, KVX_OP_PWRITE, KVX_OP_FALLOCATE, KVX_OP_FTRUNCATE,
-  KVX_OP_FSYNC, KVX_OP_FSTAT, KVX_OP_UNLINK, KVX_OP_RENAME, KVX_OP_MKDIR, KVX_OP_FLOCK, KVX_OP_MMAP,
+  KVX_OP_OPEN,
+  KVX_OP_CLOSE,
+  KVX_OP_PREAD,
+  KVX_OP_PWRITE,
+  KVX_OP_FALLOCATE,
+  KVX_OP_FTRUNCATE,
+  KVX_OP_FSYNC,
+  KVX_OP_FSTAT,
+  KVX_OP_UNLINK,
+  KVX_OP_RENAME,
+  KVX_OP_MKDIR,
+  KVX_OP_FLOCK,
+  KVX_OP_MMAP,
   KVX_OP_COUNT
 };
 
@@ -50,14 +61,14 @@ enum kvx_op {
  * meets [offset_lo, offset_hi). Of the matching calls the first `after` pass, the next `times` (0: all
  * that follow) are hit. Rules are tried in the order they were added; the first that hits decides. */
 enum kvx_fault_action {
-  KVX_FAULT_ERRNO = 1,      /* arg: errno; nothing is done */
-  KVX_FAULT_SHORT = 2,      /* arg: bytes; at most so many are transferred by the call (0: end of file) */
-  KVX_FAULT_DELAY = 3,      /* arg: milliseconds, then the call is made */
-  KVX_FAULT_HANG = 4,       /* blocks until kvx_fault_release(), then the call is made */
-  KVX_FAULT_KILL_BEFORE = 5,/* SIGKILL instead of the call */
-  KVX_FAULT_KILL_AFTER = 6, /* the call is made (at most arg bytes if arg > 0), then SIGKILL */
-  KVX_FAULT_FLIP = 7        /* the call is made, then bit 0 of byte `arg` of the buffer's transferred bytes is
-                               inverted (a read that returns damage). pread only. */
+  KVX_FAULT_ERRNO = 1,       /* arg: errno; nothing is done */
+  KVX_FAULT_SHORT = 2,       /* arg: bytes; at most so many are transferred by the call (0: end of file) */
+  KVX_FAULT_DELAY = 3,       /* arg: milliseconds, then the call is made */
+  KVX_FAULT_HANG = 4,        /* blocks until kvx_fault_release(), then the call is made */
+  KVX_FAULT_KILL_BEFORE = 5, /* SIGKILL instead of the call */
+  KVX_FAULT_KILL_AFTER = 6,  /* the call is made (at most arg bytes if arg > 0), then SIGKILL */
+  KVX_FAULT_FLIP = 7 /* the call is made, then bit 0 of byte `arg` of the buffer's transferred bytes is
+                        inverted (a read that returns damage). pread only. */
 };
 typedef struct kvx_fault {
   int32_t op;
@@ -72,8 +83,8 @@ typedef struct kvx_fault {
 KVX_API int kvx_fault_add(const kvx_fault *rule); /* index of the rule; installs the faulty table */
 KVX_API uint64_t kvx_fault_hits(int rule);        /* how often it has hit */
 KVX_API void kvx_fault_release(void);             /* lets every hanging call go, now and until the next add */
-KVX_API void kvx_fault_clear(void);               /* releases, removes all rules, restores the C library's table */
-KVX_API uint64_t kvx_op_calls(int op);            /* calls of `op` since the process started, faulty or not */
+KVX_API void kvx_fault_clear(void);    /* releases, removes all rules, restores the C library's table */
+KVX_API uint64_t kvx_op_calls(int op); /* calls of `op` since the process started, faulty or not */
 
 /* Plain calls over the table, for the store's small files. Each returns >= 0 or -errno. */
 KVX_API int kvx_sys_open(const char *path, int flags, int mode);
@@ -103,14 +114,16 @@ KVX_API void kvx_file_release(kvx_file *file);
  * of the file) or -errno; with an errno, *moved has the bytes that went before it. Never more than
  * 1 GiB is asked of one call. */
 KVX_API int64_t kvx_file_pread(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved);
-KVX_API int64_t kvx_file_pwrite(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved);
+KVX_API int64_t kvx_file_pwrite(kvx_file *file, const void *buf, uint64_t n, uint64_t offset,
+                                uint64_t *moved);
 
 /* ---- 4. Slots and trailers (docs/format.md) ----------------------------------------------- */
 
-#define KVX_TRAILER_BYTES 4096 /* the part of a trailer page that has meaning; the page is `alignment` long */
+#define KVX_TRAILER_BYTES 4096 /* the part of a trailer page that has meaning; the page is `alignment` long \
+                                */
 #define KVX_TRAILER_SUMS 464   /* segment sums that one trailer page can hold */
 #define KVX_MAX_KEY 64
-#define KVX_MAX_BLOCKS 256     /* blocks of a chunk: the bits of the mask */
+#define KVX_MAX_BLOCKS 256 /* blocks of a chunk: the bits of the mask */
 
 typedef struct kvx_slot_layout {
   uint64_t segment_bytes;      /* payload bytes of each segment but the last */
@@ -133,13 +146,13 @@ typedef struct kvx_trailer {
   uint32_t key_bytes;
   uint32_t first_segment; /* segments whose sums this page holds */
   uint32_t segment_count;
-  uint32_t num_segments;  /* of the slot */
+  uint32_t num_segments; /* of the slot */
   uint32_t blocks_per_chunk;
   uint32_t reserved;
   uint64_t generation;
   uint64_t payload_bytes; /* of the slot: the sum of its segments' payload */
   uint64_t segment_bytes;
-  uint64_t mask[4];       /* bit b: block b of the chunk is valid */
+  uint64_t mask[4]; /* bit b: block b of the chunk is valid */
 } kvx_trailer;
 
 /* What a segment, trailer or transfer came to. Kept in one byte per chunk. */
@@ -159,7 +172,8 @@ enum kvx_status {
 };
 
 /* Writes a whole trailer page (`page_bytes` >= 4096, zero-filled past the fields). */
-KVX_API int kvx_trailer_seal(const kvx_trailer *fields, const uint64_t *sums, void *page, uint64_t page_bytes);
+KVX_API int kvx_trailer_seal(const kvx_trailer *fields, const uint64_t *sums, void *page,
+                             uint64_t page_bytes);
 /* Parses and checks magic, version, CRC and bounds. KVX_OK or KVX_BAD_TRAILER. `sums` has room for
  * KVX_TRAILER_SUMS. Trusts nothing: counts are checked before they are used. */
 KVX_API int kvx_trailer_parse(const void *page, uint64_t page_bytes, kvx_trailer *fields, uint64_t *sums);
@@ -168,7 +182,7 @@ KVX_API int kvx_trailer_parse(const void *page, uint64_t page_bytes, kvx_trailer
 
 /* A local tensor: block b of it starts at base + b * block_stride. */
 typedef struct kvx_tensor {
-  uint64_t base;         /* address */
+  uint64_t base; /* address */
   uint64_t block_stride;
   uint64_t num_blocks;
 } kvx_tensor;
@@ -190,8 +204,9 @@ typedef struct kvx_run {
 /* One rank's part of a slot over its live tensors: immutable, counted by reference.
  * `runs` must be sorted by (segment, canonical_offset) and tile each segment they name exactly once over the
  * chunk's blocks (kvxfer/layout.py proves it; this call checks bounds). `segments`: those named, ascending.
- * `live`: 1 if the tensors are read by others while a load runs (GPU blocks): they are then written only after
- * the whole part was verified; 0 if a load's result makes them live (host rows): filled while they are summed. */
+ * `live`: 1 if the tensors are read by others while a load runs (GPU blocks): they are then written only
+ * after the whole part was verified; 0 if a load's result makes them live (host rows): filled while they are
+ * summed. */
 typedef struct kvx_mapping kvx_mapping;
 KVX_API int kvx_mapping_new(const kvx_slot_layout *layout, const kvx_run *runs, uint64_t num_runs,
                             const uint32_t *segments, uint32_t num_segments, uint64_t canonical_block_stride,
@@ -201,7 +216,8 @@ KVX_API void kvx_mapping_release(kvx_mapping *mapping);
 /* out[c, segment * segment_stride ...] = the mapping's segments of chunk c; block_ids [num_chunks,
  * blocks_per_chunk], -1 for an absent block (its bytes become zero, and count as zero in the sums).
  * `sums` [num_chunks, layout.num_segments] or NULL. Only this mapping's segments are written; their padding
- * becomes zero. `threads` <= 1 runs in the caller. -EINVAL for an id out of range, before anything is written. */
+ * becomes zero. `threads` <= 1 runs in the caller. -EINVAL for an id out of range, before anything is
+ * written. */
 KVX_API int kvx_gather(const kvx_mapping *mapping, const int64_t *block_ids, uint64_t num_chunks, void *out,
                        uint64_t out_chunk_stride, uint64_t *sums, int threads);
 /* The other way; absent blocks (-1) are skipped. `sums`, if given, receives the sums of what was read. */
@@ -213,11 +229,11 @@ KVX_API int kvx_scatter(const kvx_mapping *mapping, const int64_t *block_ids, ui
 typedef struct kvx_engine kvx_engine;
 
 typedef struct kvx_engine_config {
-  uint32_t threads;         /* >= 1; stores may occupy all but a quarter of them, loads all */
-  uint32_t max_lost_threads;/* threads whose call never returned that may be replaced */
-  uint64_t io_timeout_ns;   /* a call running longer is given up as KVX_LOST; 0: never */
-  uint64_t read_piece_bytes;/* reads are cut into pieces of about this size, on segment boundaries */
-  uint32_t backend;         /* enum kvx_backend; -ENOSYS for one that isn't built in */
+  uint32_t threads;          /* >= 1; stores may occupy all but a quarter of them, loads all */
+  uint32_t max_lost_threads; /* threads whose call never returned that may be replaced */
+  uint64_t io_timeout_ns;    /* a call running longer is given up as KVX_LOST; 0: never */
+  uint64_t read_piece_bytes; /* reads are cut into pieces of about this size, on segment boundaries */
+  uint32_t backend;          /* enum kvx_backend; -ENOSYS for one that isn't built in */
   uint32_t reserved;
 } kvx_engine_config;
 
@@ -239,17 +255,17 @@ typedef struct kvx_job {
   uint64_t job_id;
   int32_t direction;
   uint32_t num_chunks;
-  uint32_t num_parts;             /* mappings: ranks of this process whose pages take part; all of one layout and
-                                     all live or none. A chunk's parts succeed or fail together. */
+  uint32_t num_parts; /* mappings: ranks of this process whose pages take part; all of one layout and
+                         all live or none. A chunk's parts succeed or fail together. */
   uint32_t reserved;
-  kvx_mapping *const *parts;      /* [num_parts] */
-  const uint8_t *part_writes;     /* store: [num_chunks, num_parts], 1 where the part writes its segments of this chunk
-                                     (the elected one of its replicas); NULL: all. A segment of several parts that write
-                                     is written once, from the first. */
-  const kvx_chunk *chunks;        /* [num_chunks], prefix order */
-  const int64_t *block_ids;       /* [num_chunks, blocks_per_chunk]; -1 absent; the same ids on every part */
-  const uint8_t *namespace_digest;/* [32] */
-  uint64_t deadline_ns;           /* load: the gate closes then; 0: never */
+  kvx_mapping *const *parts;  /* [num_parts] */
+  const uint8_t *part_writes; /* store: [num_chunks, num_parts], 1 where the part writes its segments of this
+                                 chunk (the elected one of its replicas); NULL: all. A segment of several
+                                 parts that write is written once, from the first. */
+  const kvx_chunk *chunks;    /* [num_chunks], prefix order */
+  const int64_t *block_ids;   /* [num_chunks, blocks_per_chunk]; -1 absent; the same ids on every part */
+  const uint8_t *namespace_digest; /* [32] */
+  uint64_t deadline_ns;            /* load: the gate closes then; 0: never */
 } kvx_job;
 
 typedef struct kvx_result {
@@ -258,28 +274,30 @@ typedef struct kvx_result {
   uint32_t num_chunks;
   uint32_t num_ok;
   uint32_t reserved;
-  uint64_t nbytes;      /* payload bytes of the chunks that are OK, over all parts */
-  uint64_t elapsed_ns;  /* from submit to the end of the job */
+  uint64_t nbytes;     /* payload bytes of the chunks that are OK, over all parts */
+  uint64_t elapsed_ns; /* from submit to the end of the job */
 } kvx_result;
 
 /* The first failure of a chunk. */
 typedef struct kvx_chunk_error {
   int32_t status;
-  int32_t error;        /* errno, for KVX_IO */
-  uint32_t segment;     /* that failed, or UINT32_MAX */
+  int32_t error;    /* errno, for KVX_IO */
+  uint32_t segment; /* that failed, or UINT32_MAX */
   uint32_t reserved;
-  uint64_t offset;      /* of the failing transfer or segment in the file */
-  uint64_t wanted;      /* bytes */
+  uint64_t offset; /* of the failing transfer or segment in the file */
+  uint64_t wanted; /* bytes */
   uint64_t moved;
 } kvx_chunk_error;
 
 KVX_API int kvx_engine_new(const kvx_engine_config *config, kvx_engine **out);
-/* Copies everything it needs. Does not block. -EINVAL: a block id out of range, a part of another layout. -ESHUTDOWN. */
+/* Copies everything it needs. Does not block. -EINVAL: a block id out of range, a part of another layout.
+ * -ESHUTDOWN. */
 KVX_API int kvx_engine_submit(kvx_engine *engine, const kvx_job *job);
-/* Takes one finished job of `direction`: 1 and fills *result, or 0. The details stay until kvx_engine_forget(). */
+/* Takes one finished job of `direction`: 1 and fills *result, or 0. The details stay until
+ * kvx_engine_forget(). */
 KVX_API int kvx_engine_poll(kvx_engine *engine, int direction, kvx_result *result);
-/* Per-chunk status bytes [num_chunks] and, for chunks that are not OK, errors [num_chunks] (either may be NULL)
- * of a polled job. */
+/* Per-chunk status bytes [num_chunks] and, for chunks that are not OK, errors [num_chunks] (either may be
+ * NULL) of a polled job. */
 KVX_API int kvx_engine_details(kvx_engine *engine, uint64_t job_id, uint8_t *status, kvx_chunk_error *errors);
 KVX_API void kvx_engine_forget(kvx_engine *engine, uint64_t job_id);
 /* A chunk of an earlier result was KVX_LOST and its last call has returned now: its slot may be reused.
@@ -294,26 +312,26 @@ KVX_API void kvx_engine_wake(kvx_engine *engine);
 KVX_API int kvx_engine_wait_gathered(kvx_engine *engine, uint64_t job_id, uint64_t timeout_ns);
 /* Closes the job's gate now: chunks not yet done become KVX_CANCELLED; the result follows at once. */
 KVX_API int kvx_engine_cancel(kvx_engine *engine, uint64_t job_id);
-/* Cancels what is queued, gives calls under way until timeout_ns, then gives those up as lost. Results can still
- * be polled. Returns the number of threads left behind (>= 0). */
+/* Cancels what is queued, gives calls under way until timeout_ns, then gives those up as lost. Results can
+ * still be polled. Returns the number of threads left behind (>= 0). */
 KVX_API int kvx_engine_shutdown(kvx_engine *engine, uint64_t timeout_ns);
 KVX_API void kvx_engine_free(kvx_engine *engine); /* after shutdown */
 
 /* Monotonic counters, except the last four, which are gauges. */
 typedef struct kvx_stats {
   uint64_t chunks_stored, chunks_loaded;
-  uint64_t bytes_written, bytes_read;      /* moved by pwrite and pread, trailers and padding included */
-  uint64_t chunks_verified;                /* loaded chunks whose verification ran to an answer, good or bad */
-  uint64_t segments_verified;              /* segments compared with their sums */
+  uint64_t bytes_written, bytes_read; /* moved by pwrite and pread, trailers and padding included */
+  uint64_t chunks_verified;           /* loaded chunks whose verification ran to an answer, good or bad */
+  uint64_t segments_verified;         /* segments compared with their sums */
   uint64_t truncated, bad_trailer, foreign, bad_sum; /* verification failures, one a chunk */
   uint64_t absent;
   uint64_t io_errors;
-  uint64_t deadline_cuts;                  /* chunks */
+  uint64_t deadline_cuts; /* chunks */
   uint64_t lost_calls, late_returns;
-  uint64_t queued_chunks;                  /* gauge */
-  uint64_t busy_threads;                   /* gauge */
-  uint64_t lost_threads;                   /* gauge: calls that have not returned */
-  uint64_t leaked_bytes;                   /* gauge: staging under them */
+  uint64_t queued_chunks; /* gauge */
+  uint64_t busy_threads;  /* gauge */
+  uint64_t lost_threads;  /* gauge: calls that have not returned */
+  uint64_t leaked_bytes;  /* gauge: staging under them */
 } kvx_stats;
 KVX_API void kvx_engine_stats(kvx_engine *engine, kvx_stats *out);
 

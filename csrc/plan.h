@@ -18,7 +18,8 @@ struct Item {
   uint64_t bytes;  // padded to the alignment
 };
 
-// Segments [first_item, first_item + count) of a plan, which are the segments from `first_ordinal` of one part.
+// Segments [first_item, first_item + count) of a plan, which are the segments from `first_ordinal` of one
+// part.
 struct Share {
   uint32_t part, first_ordinal, first_item, count;
 };
@@ -30,13 +31,13 @@ struct Piece {
   std::vector<Share> shares;  // of its segments
 };
 
-// Items are the distinct segments of the parts in ascending order, then the trailer pages that hold their sums.
-// Staging is packed in that order, so whatever is contiguous in the slot is contiguous in staging.
+// Items are the distinct segments of the parts in ascending order, then the trailer pages that hold their
+// sums. Staging is packed in that order, so whatever is contiguous in the slot is contiguous in staging.
 class Plan {
  public:
   // Transfers of at most about `limit` bytes, cut only between segments; a trailer joins what it follows.
-  // `writes`, if given, selects the parts that count ([parts.size()]). `every_owner`: a segment that several parts
-  // hold is in the shares of each (loads), or of the first only (stores).
+  // `writes`, if given, selects the parts that count ([parts.size()]). `every_owner`: a segment that several
+  // parts hold is in the shares of each (loads), or of the first only (stores).
   Plan(const std::vector<kvx_mapping *> &parts, const uint8_t *writes, uint64_t limit, bool every_owner);
 
   const kvx_slot_layout &layout() const { return layout_; }

@@ -29,7 +29,9 @@ class Inside {
 // Marks the thread as being in a call, for the monitor.
 class InCall {
  public:
-  explicit InCall(Worker &worker) : worker_(worker) { worker_.call_started.store(now_ns(), std::memory_order_release); }
+  explicit InCall(Worker &worker) : worker_(worker) {
+    worker_.call_started.store(now_ns(), std::memory_order_release);
+  }
   ~InCall() { worker_.call_started.store(0, std::memory_order_release); }
   InCall(const InCall &) = delete;
   InCall &operator=(const InCall &) = delete;
@@ -68,7 +70,8 @@ class Load {
     Inside inside(core_, job_, chunk_);
     if (!inside) return kGone;
     for (const Share &share : plan_.shares()) scatter(share, nullptr);
-    // Within the same stay inside the gate as the copy, so that a result never misses bytes that were written.
+    // Within the same stay inside the gate as the copy, so that a result never misses bytes that were
+    // written.
     std::lock_guard<std::mutex> lock(core_.mutex);
     core_.record(job_, chunk_, outcome);
     return outcome;
@@ -101,14 +104,19 @@ class Load {
       if (!item.trailer) continue;
       const uint8_t status = read_trailer(item, at(item.staging_offset));
       if (status != KVX_OK)
-        return {status, 0, item.index * plan_.layout().segments_per_trailer,
-                job_.chunk(chunk_).slot_offset + item.slot_offset, item.bytes, item.bytes};
+        return {status,
+                0,
+                item.index * plan_.layout().segments_per_trailer,
+                job_.chunk(chunk_).slot_offset + item.slot_offset,
+                item.bytes,
+                item.bytes};
     }
     return {};
   }
 
   void sum(const Piece &piece) {
-    for (uint32_t i = piece.first_item; i < piece.first_item + piece.num_items && i < plan_.num_segments(); ++i) {
+    for (uint32_t i = piece.first_item; i < piece.first_item + piece.num_items && i < plan_.num_segments();
+         ++i) {
       const Item &item = plan_.items()[i];
       found_[i] = checksum(at(item.staging_offset), plan_.segment_length(item.index), 0);
     }
@@ -116,9 +124,10 @@ class Load {
 
   void scatter(const Share &share, uint64_t *sums) {
     addresses_.resize(share.count);
-    for (uint32_t i = 0; i < share.count; ++i) addresses_[i] = at(plan_.items()[share.first_item + i].staging_offset);
-    scatter_segments(job_.part(share.part), share.first_ordinal, share.count, job_.block_ids(chunk_), addresses_.data(),
-                     sums, false);
+    for (uint32_t i = 0; i < share.count; ++i)
+      addresses_[i] = at(plan_.items()[share.first_item + i].staging_offset);
+    scatter_segments(job_.part(share.part), share.first_ordinal, share.count, job_.block_ids(chunk_),
+                     addresses_.data(), sums, false);
   }
 
   uint8_t read_trailer(const Item &item, const uint8_t *page) {
@@ -131,7 +140,8 @@ class Load {
     if (!mask_covers(fields.mask, job_.block_ids(chunk_), layout.blocks_per_chunk)) return KVX_ABSENT;
     for (uint32_t i = 0; i < plan_.num_segments(); ++i) {
       const uint32_t segment = plan_.items()[i].index;
-      if (segment - fields.first_segment < fields.segment_count) promised_[i] = sums[segment - fields.first_segment];
+      if (segment - fields.first_segment < fields.segment_count)
+        promised_[i] = sums[segment - fields.first_segment];
     }
     return KVX_OK;
   }
@@ -141,7 +151,8 @@ class Load {
     for (uint32_t i = 0; i < plan_.num_segments(); ++i) {
       if (found_[i] == promised_[i]) continue;
       const Item &item = plan_.items()[i];
-      return {KVX_BAD_SUM, 0, item.index, job_.chunk(chunk_).slot_offset + item.slot_offset, item.bytes, item.bytes};
+      return {KVX_BAD_SUM, 0,         item.index, job_.chunk(chunk_).slot_offset + item.slot_offset,
+              item.bytes,  item.bytes};
     }
     return {};
   }
@@ -157,14 +168,16 @@ class Load {
   std::vector<uint8_t *> addresses_;
 };
 
-void seal(const Job &job, uint32_t chunk, const Plan &plan, const std::vector<uint64_t> &sums, uint8_t *staging) {
+void seal(const Job &job, uint32_t chunk, const Plan &plan, const std::vector<uint64_t> &sums,
+          uint8_t *staging) {
   const kvx_slot_layout &layout = plan.layout();
   uint32_t first = 0;
   for (uint32_t i = plan.num_segments(); i < plan.items().size(); ++i) {
     const Item &item = plan.items()[i];
     kvx_trailer fields;
     trailer_fill(layout, item.index, identity_of(job, chunk), job.mask(chunk).data(), &fields);
-    // A single writer owns all segments and several writers have a page each, so a page's sums are consecutive here.
+    // A single writer owns all segments and several writers have a page each, so a page's sums are
+    // consecutive here.
     kvx_trailer_seal(&fields, &sums[first], staging + item.staging_offset, layout.alignment);
     first += fields.segment_count;
   }
@@ -172,7 +185,9 @@ void seal(const Job &job, uint32_t chunk, const Plan &plan, const std::vector<ui
 
 }  // namespace
 
-Outcome run_load(Core &core, Worker &worker, Job &job, uint32_t chunk) { return Load(core, worker, job, chunk).run(); }
+Outcome run_load(Core &core, Worker &worker, Job &job, uint32_t chunk) {
+  return Load(core, worker, job, chunk).run();
+}
 
 Outcome run_store(Core &core, Worker &worker, Job &job, uint32_t chunk) {
   const Plan &plan = job.plan(chunk);
@@ -186,7 +201,8 @@ Outcome run_store(Core &core, Worker &worker, Job &job, uint32_t chunk) {
     std::vector<uint8_t *> to;
     for (const Share &share : plan.shares()) {
       to.resize(share.count);
-      for (uint32_t i = 0; i < share.count; ++i) to[i] = staging + plan.items()[share.first_item + i].staging_offset;
+      for (uint32_t i = 0; i < share.count; ++i)
+        to[i] = staging + plan.items()[share.first_item + i].staging_offset;
       gather_segments(job.part(share.part), share.first_ordinal, share.count, job.block_ids(chunk), to.data(),
                       &sums[share.first_item], false);
     }
@@ -199,7 +215,8 @@ Outcome run_store(Core &core, Worker &worker, Job &job, uint32_t chunk) {
     int64_t answer;
     {
       InCall call(worker);
-      answer = core.backend().write(job.file(chunk), staging + extent.staging_offset, extent.bytes, offset, &moved);
+      answer = core.backend().write(job.file(chunk), staging + extent.staging_offset, extent.bytes, offset,
+                                    &moved);
     }
     core.counters.bytes_written += moved;
     if (core.abandoned(job, chunk)) return kGone;

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         StoreError,
     )
     from kvxfer.geometry import PRESETS, Kind, KVGeometry, ShardSpec
-    from kvxfer.keys import Namespace, make_offload_key, weights_fingerprint
+    from kvxfer.keys import Namespace, kvx1_namespace, make_offload_key, weights_fingerprint
     from kvxfer.layout import LAYOUTS, PageLayout, kvx1_mapping, kvx1_slot, row_mapping
     from kvxfer.prefix import PrefixResult, full_attention
     from kvxfer.slot import SlotLayout
@@ -42,7 +42,7 @@ _HOMES = {
         "NativeError", "StoreError",
     ),
     "kvxfer.geometry": ("PRESETS", "KVGeometry", "Kind", "ShardSpec"),
-    "kvxfer.keys": ("Namespace", "make_offload_key", "weights_fingerprint"),
+    "kvxfer.keys": ("Namespace", "kvx1_namespace", "make_offload_key", "weights_fingerprint"),
     "kvxfer.layout": ("LAYOUTS", "PageLayout", "kvx1_mapping", "kvx1_slot", "row_mapping"),
     "kvxfer.prefix": ("PrefixResult", "full_attention"),
     "kvxfer.slot": ("SlotLayout",),
@@ -79,6 +79,7 @@ __all__ = [
     "__version__",
     "full_attention",
     "kvx1_mapping",
+    "kvx1_namespace",
     "kvx1_slot",
     "make_offload_key",
     "row_mapping",

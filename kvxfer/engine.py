@@ -23,7 +23,7 @@ from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages
 from kvxfer.errors import ConfigError, EngineClosed, ForkError, LayoutError, NativeError
 from kvxfer.jobs import LOAD, NS, STORE, JobRunner, Status
-from kvxfer.keys import Namespace
+from kvxfer.keys import Namespace, check_key
 from kvxfer.results import PendingJob, TransferResult, block_table, fail_all, refuse_repeated
 from kvxfer.store import Entry, Store
 from kvxfer.writer import StoreWriter
@@ -42,8 +42,9 @@ class TransferEngine:
         namespace: what the bytes mean; registered with the store here.
         pages: one KVPages for each rank whose pages take part. A chunk's ranks succeed or fail together. A store needs
             ranks that together hold every segment; a load may be of fewer.
-        live: True where others may read the pages during a load (GPU blocks): they are then written only after the whole
-            chunk was verified. False for memory that a result makes live (host rows): it is filled while it is checked.
+        live: True where others may read the pages during a load (GPU blocks): they are then written only after the
+            whole chunk was verified. False for memory that a result makes live (host rows): it is filled while it is
+            checked.
 
     Thread-safe. Use it as a context manager, or call `shutdown`.
 
@@ -181,9 +182,7 @@ class TransferEngine:
         ids = job.block_ids if len(entries) == len(job.keys) else job.block_ids[job.index]
         deadline_ns = 0 if deadline is None else max(1, int(deadline * NS))
         try:
-            self._runner.submit(
-                job.native_id, LOAD, self._handles, records, ids, self.digest, deadline_ns=deadline_ns
-            )
+            self._runner.submit(job.native_id, LOAD, self._handles, records, ids, self.digest, deadline_ns=deadline_ns)
         except NativeError as exc:  # shut down meanwhile, or no memory: the job was accepted, so it gets its result
             log.warning("load %d could not be started: %s", job_id, exc)
             with self._lock:
@@ -239,7 +238,7 @@ class TransferEngine:
         return self._wait_until(lambda: not self._open, timeout)
 
     def shutdown(self, timeout: float | None = None) -> int:
-        """Stop: jobs that are queued are cancelled, calls under way get `timeout` seconds (default: the configuration's).
+        """Stop. What is queued is cancelled; calls under way get `timeout` seconds (default: shutdown_timeout_s).
 
         Every accepted job has its result afterwards; `poll` still gives them.
 
@@ -292,9 +291,7 @@ class TransferEngine:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _accept(
-        self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int
-    ) -> PendingJob | None:
+    def _accept(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int) -> PendingJob | None:
         """Check a job and take it on. None where the queue is full: it has ended already."""
         self._check_process()
         ids = block_table(block_ids, len(keys), self._blocks_per_chunk, self._blocks)
@@ -304,7 +301,7 @@ class TransferEngine:
                 raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
         elif len(keys) and (empty := (ids < 0).all(axis=1)).any():
             raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
-        job = PendingJob(job_id, tuple(keys), ids)
+        job = PendingJob(job_id, tuple(map(check_key, keys)), ids)
         limit = self.config.max_queued_load_chunks if direction == LOAD else self.config.max_queued_store_chunks
         with self._lock:
             if self._closing:

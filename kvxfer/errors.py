@@ -1,14 +1,14 @@
 """Every error kvxfer raises on purpose.
 
-    KvxferError
-    ├── ConfigError (ValueError)   a configuration value that cannot work; names the value and what is allowed
-    ├── LayoutError (ValueError)   pages, shards or mappings that cannot be certified; says why
-    ├── FormatError                a root, slab or namespace written by something else, or by a newer kvxfer
-    ├── IOFault (OSError)          a storage call failed; has errno, and the message says what survives
-    ├── StoreError                 the store cannot do what was asked (closed, in use by another process, ...)
-    ├── EngineClosed               submit after shutdown
-    ├── ForkError                  used in a child of the process that opened it
-    └── NativeError                libkvx is missing or of another version
+KvxferError
+├── ConfigError (ValueError)   a configuration value that cannot work; names the value and what is allowed
+├── LayoutError (ValueError)   pages, shards or mappings that cannot be certified; says why
+├── FormatError                a root, slab or namespace written by something else, or by a newer kvxfer
+├── IOFault (OSError)          a storage call failed; has errno, and the message says what survives
+├── StoreError                 the store cannot do what was asked (closed, in use by another process, ...)
+├── EngineClosed               submit after shutdown
+├── ForkError                  used in a child of the process that opened it
+└── NativeError                libkvx is missing or of another version
 """
 
 

@@ -172,7 +172,7 @@ class KVGeometry:
 class ShardSpec:
     """A rank's place: tensor, pipeline, decode-context and prefill-context parallelism.
 
-    Decode-context ranks are among the tensor-parallel ones (`dcp_size` divides `tp_size`), the other axes multiply.
+    Decode-context ranks are among the tensor-parallel ones, the other axes multiply.
 
     Raises:
         LayoutError: a size is below 1, or a rank is not below its size.
@@ -205,6 +205,22 @@ class ShardSpec:
     def rank(self) -> int:
         """This rank's number among all: tensor-parallel ranks are neighbours, then prefill-context, then stages."""
         return (self.pp_rank * self.pcp_size + self.pcp_rank) * self.tp_size + self.tp_rank
+
+    @property
+    def ranks(self) -> tuple[ShardSpec, ...]:
+        """The places of all ranks of these sizes, by `rank`; decode-context groups are of neighbours, as vLLM's.
+
+        Raises:
+            LayoutError: the groups do not divide the tensor-parallel ranks.
+        """
+        if self.tp_size % self.dcp_size:
+            raise LayoutError(f"dcp_size={self.dcp_size} must divide tp_size={self.tp_size}")
+        return tuple(
+            replace(self, pp_rank=pp, pcp_rank=pcp, tp_rank=tp, dcp_rank=tp % self.dcp_size)
+            for pp in range(self.pp_size)
+            for pcp in range(self.pcp_size)
+            for tp in range(self.tp_size)
+        )
 
     @property
     def topology(self) -> str:

@@ -186,9 +186,7 @@ class JobRunner:
             self._lib.kvx_engine_details(self._handle, result.job_id, status.ctypes.data, raw)
             errors = tuple(_error(int(c), raw[c]) for c in np.flatnonzero(status))
         self._lib.kvx_engine_forget(self._handle, result.job_id)
-        return JobOutcome(
-            result.job_id, result.direction, result.nbytes, result.elapsed_ns / NS, status, errors
-        )
+        return JobOutcome(result.job_id, result.direction, result.nbytes, result.elapsed_ns / NS, status, errors)
 
     def late(self) -> Iterator[tuple[int, int]]:
         """(job id, chunk) of stores once reported LOST whose write has returned since: their slots are free again."""
@@ -218,7 +216,7 @@ class JobRunner:
         """The kvx_stats counters by name."""
         raw = _native.Stats()
         self._lib.kvx_engine_stats(self._handle, C.byref(raw))
-        return {name: getattr(raw, name) for name, _ in _native.Stats._fields_}
+        return {name: getattr(raw, name) for name, *_ in _native.Stats._fields_}
 
     def shutdown(self, timeout_s: float) -> int:
         """Cancel what is queued, wait for calls under way, give the rest up. Results can still be polled.
@@ -236,8 +234,8 @@ class JobRunner:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ForkError(
-                f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork of it and has none of its "
-                "threads: open a store and an engine after the fork"
+                f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork of it and has none of "
+                "its threads: open a store and an engine after the fork"
             )
 
 

@@ -8,11 +8,12 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NewType, Self
 
 from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.geometry import KVGeometry
 from kvxfer.slot import MAX_KEY_BYTES
 
 OffloadKey = NewType("OffloadKey", bytes)
@@ -157,6 +158,38 @@ class Namespace:
         if raw.keys() != known:
             raise ConfigError(f"namespace has fields {sorted(raw)}; they must be {sorted(known)}")
         return cls(**raw)
+
+
+def kvx1_namespace(
+    geometry: KVGeometry,
+    *,
+    model: str,
+    weights_fingerprint: str,
+    blocks_per_chunk: int = 1,
+    layer_groups: int = 1,
+    extra: Mapping[str, Any] | None = None,
+) -> Namespace:
+    """The namespace of one KV-cache group in the `kvx1` form, which no sharding and no page layout shows in.
+
+    Args:
+        weights_fingerprint: which weights: `weights_fingerprint(path)`, a revision, a digest.
+        blocks_per_chunk, layer_groups: as given to `kvx1_mapping`.
+        extra: salt, tenant, adapter, ...: each under its own name.
+
+    Raises:
+        ConfigError: a field is empty, out of bounds or not JSON-able.
+    """
+    return Namespace(
+        model=model,
+        weights_fingerprint=weights_fingerprint,
+        dtype=geometry.dtype,
+        canonical_form="kvx1",
+        geometry=[asdict(geometry)],
+        blocks_per_chunk=blocks_per_chunk,
+        tokens_per_chunk=blocks_per_chunk * geometry.tokens_per_block,
+        layer_groups=layer_groups,
+        extra=extra or {},
+    )
 
 
 def weights_fingerprint(path: str | os.PathLike[str]) -> str:

@@ -71,30 +71,26 @@ def opaque_mapping(
 
 def opaque_mappings(
     per_rank: Sequence[Sequence[LocalTensor]],
-    tp_size: int,
+    sizes: ShardSpec,
     *,
-    pp_size: int = 1,
-    pcp_size: int = 1,
     blocks_per_chunk: int = 1,
     parts: int = 1,
     alignment: int = ALIGNMENT,
 ) -> tuple[CanonicalMapping, ...]:
-    """The mappings of all ranks in the order of `ShardSpec.rank`, proved to tile the slot together.
+    """The mappings of all ranks, in the order of `sizes.ranks`, proved to tile the slot together.
+
+    Args:
+        per_rank: each rank's tensors.
+        sizes: of all axes; which rank it is does not matter.
 
     Raises:
         LayoutError: as `opaque_mapping`; or the ranks' pages differ in size.
     """
-    places = [
-        ShardSpec(tp_size=tp_size, tp_rank=tp, pp_size=pp_size, pp_rank=pp, pcp_size=pcp_size, pcp_rank=pcp)
-        for pp in range(pp_size)
-        for pcp in range(pcp_size)
-        for tp in range(tp_size)
-    ]
-    if len(per_rank) != len(places):
-        raise LayoutError(f"{len(per_rank)} ranks' tensors were given for {len(places)} ranks")
+    if len(per_rank) != sizes.world_size:
+        raise LayoutError(f"{len(per_rank)} ranks' tensors were given for {sizes.world_size} ranks")
     mappings = tuple(
         opaque_mapping(tensors, shard, blocks_per_chunk=blocks_per_chunk, parts=parts, alignment=alignment)
-        for tensors, shard in zip(per_rank, places, strict=True)
+        for tensors, shard in zip(per_rank, sizes.ranks, strict=True)
     )
     verify_writers(mappings)
     return mappings

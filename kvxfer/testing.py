@@ -84,9 +84,7 @@ class FaultyIO:
         """The call is made after a pause."""
         return self._add(op, "delay", int(seconds * 1000), after, times, offset)
 
-    def hang(
-        self, op: str, *, after: int = 0, times: int | None = None, offset: tuple[int, int] | None = None
-    ) -> Rule:
+    def hang(self, op: str, *, after: int = 0, times: int | None = None, offset: tuple[int, int] | None = None) -> Rule:
         """The call does not return before `release()`, or the end of the `with` block."""
         return self._add(op, "hang", 0, after, times, offset)
 
@@ -123,15 +121,11 @@ class FaultyIO:
         return int(_native.lib().kvx_op_calls(_native.OPS.index(op)))
 
     @staticmethod
-    def _add(
-        op: str, action: str, arg: int, after: int, times: int | None, offset: tuple[int, int] | None
-    ) -> Rule:
+    def _add(op: str, action: str, arg: int, after: int, times: int | None, offset: tuple[int, int] | None) -> Rule:
         if op not in _native.OPS:
             raise ValueError(f"op={op!r} must be one of {_native.OPS}")
         low, high = offset or (0, _native.UINT64_MAX)
-        fault = _native.Fault(
-            _native.OPS.index(op), _native.FAULT_ACTIONS[action], arg, after, times or 0, low, high
-        )
+        fault = _native.Fault(_native.OPS.index(op), _native.FAULT_ACTIONS[action], arg, after, times or 0, low, high)
         index = int(_native.lib().kvx_fault_add(C.byref(fault)))
         if index < 0:
             raise OSError(-index, "kvx_fault_add")

@@ -7,7 +7,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvxfer.convert.pages import KVPages
 from kvxfer.engine import TransferEngine, TransferResult
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry import PRESETS, KVGeometry
-from kvxfer.keys import Namespace, make_offload_key
+from kvxfer.keys import kvx1_namespace, make_offload_key
 from kvxfer.layout import LAYOUTS, kvx1_mappings
 from kvxfer.prefix import full_attention
 from kvxfer.store import Store
@@ -214,14 +214,8 @@ def _there_and_back(plan: Plan, root: Path, source: Side, target: Side) -> Trips
     """Stores from `source`, damages what is to be lost, loads into `target`."""
     run_id = secrets.token_bytes(16)  # a kept root may hold an earlier run's chunks: never under the same keys
     keys = [make_offload_key(run_id + chunk.to_bytes(16, "big"), 0) for chunk in range(plan.chunks)]
-    namespace = Namespace(
-        model=plan.model,
-        weights_fingerprint="random bytes",
-        dtype=plan.geometry.dtype,
-        canonical_form="kvx1",
-        geometry=[asdict(plan.geometry)],
-        blocks_per_chunk=plan.blocks_per_chunk,
-        tokens_per_chunk=plan.blocks_per_chunk * plan.geometry.tokens_per_block,
+    namespace = kvx1_namespace(
+        plan.geometry, model=plan.model, weights_fingerprint="random bytes", blocks_per_chunk=plan.blocks_per_chunk
     )
     room = ROOM * plan.chunks * source.mappings[0].slot.slot_bytes
     with Store.open(StoreConfig(root=root, capacity_bytes=max(LEAST_CAPACITY, room))) as store:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from kvxfer.config import EngineConfig, StoreConfig
-from kvxfer.convert.pages import KVPages
 from kvxfer.engine import TransferEngine
 from kvxfer.geometry import KVGeometry
 from kvxfer.keys import Namespace, make_offload_key
@@ -29,15 +28,15 @@ def keys_of(numbers: Sequence[int], prompt: int = 0) -> list[bytes]:
 
 def namespace_of(geometry: KVGeometry = GEOMETRY, blocks_per_chunk: int = 1, **changed: Any) -> Namespace:
     """A namespace for the test model."""
-    fields: dict[str, Any] = dict(
-        model="test",
-        weights_fingerprint="seed 0",
-        dtype=geometry.dtype,
-        canonical_form="kvx1",
-        geometry=[{"num_layers": geometry.num_layers, "num_kv_heads": geometry.num_kv_heads}],
-        blocks_per_chunk=blocks_per_chunk,
-        tokens_per_chunk=blocks_per_chunk * geometry.tokens_per_block,
-    )
+    fields: dict[str, Any] = {
+        "model": "test",
+        "weights_fingerprint": "seed 0",
+        "dtype": geometry.dtype,
+        "canonical_form": "kvx1",
+        "geometry": [{"num_layers": geometry.num_layers, "num_kv_heads": geometry.num_kv_heads}],
+        "blocks_per_chunk": blocks_per_chunk,
+        "tokens_per_chunk": blocks_per_chunk * geometry.tokens_per_block,
+    }
     return Namespace(**(fields | changed))
 
 

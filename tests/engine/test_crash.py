@@ -72,10 +72,13 @@ def inspect(root: Path, said: int, rebuilt: bool = False) -> None:
 
 
 @pytest.mark.parametrize(
-    ("when", "nbytes", "after"), [("before", 0, 0), ("after", 0, 0), ("after", 4096, 2), ("before", 0, 7), ("after", 9000, 19)]
+    ("when", "nbytes", "after"),
+    [("before", 0, 0), ("after", 0, 0), ("after", 4096, 2), ("before", 0, 7), ("after", 9000, 19)],
 )
 @pytest.mark.parametrize("lose_index", [False, True])
-def test_killed_in_a_write_before_the_commit(tmp_root: Path, when: str, nbytes: int, after: int, lose_index: bool) -> None:
+def test_killed_in_a_write_before_the_commit(
+    tmp_root: Path, when: str, nbytes: int, after: int, lose_index: bool
+) -> None:
     said = play(tmp_root, "table", when, nbytes, after)
     assert said == 20 + after // 5 * 5
     if lose_index:
@@ -83,7 +86,9 @@ def test_killed_in_a_write_before_the_commit(tmp_root: Path, when: str, nbytes: 
     inspect(tmp_root, said, rebuilt=lose_index)
 
 
-@pytest.mark.parametrize("fault", ["kill-before:1", "kill-half:1", "kill-after:1", "kill-before:2", "kill-after:2", "kill-before:4"])
+@pytest.mark.parametrize(
+    "fault", ["kill-before:1", "kill-half:1", "kill-after:1", "kill-before:2", "kill-after:2", "kill-before:4"]
+)
 def test_killed_at_the_commit(tmp_root: Path, fault: str, shim: Path) -> None:  # noqa: F811
     preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))
     said = play(tmp_root, "lmdb", LD_PRELOAD=preload, KVX_LMDB_FAULT=f"write:{fault}")

@@ -309,12 +309,14 @@ def test_submit_never_waits_and_the_excess_is_dropped(tmp_root: Path) -> None:
     """R10: 50 ms a write, 5,000 stores."""
     with Node(tmp_root, MODEL, max_queued_store_chunks=64) as node, FaultyIO() as io:
         io.delay("pwrite", 0.05)
-        slowest = 0.0
+        took = []
         for job in range(5000):
             start = time.perf_counter()
             node.writer.submit_store(job, keys_of([job], prompt=1), [job % 40])
-            slowest = max(slowest, time.perf_counter() - start)
-        assert slowest < 0.5, "a submit waited for the storage"  # 5 ms but for a noisy machine: see the median below
+            took.append(time.perf_counter() - start)
+        took.sort()
+        # The machine may stop a thread for longer than 5 ms now and then; the storage would stop it every time.
+        assert took[len(took) * 99 // 100] < 0.005
         io.__exit__(None, None, None)
         assert node.writer.drain(30)
         results = node.writer.poll()
@@ -337,7 +339,7 @@ def test_the_capacity_holds_whatever_is_stored(tmp_root: Path) -> None:
         stats = node.store.stats()
         assert stats.evictions["capacity"] > 300
         arrived = node.get(ALL, keys=keys_of(ALL, 11)).bitmap
-        assert arrived.any() if hasattr(arrived, "any") else arrived.count() > 0
+        assert arrived.count() > 0
         node.check([c for c, bit in enumerate(arrived) if bit])
 
 
@@ -505,4 +507,6 @@ def test_loads_stores_and_evictions_from_many_threads_never_give_wrong_bytes(tmp
         assert not failures, failures[0]
         assert node.writer.drain(30) and min(arrived) > 0
         stats = node.store.stats()
-        assert (stats.pinned_entries, stats.reserved_slots, stats.quarantined_slots) == (0, 0, 0) and stats.evictions["capacity"] > 0
+        assert (stats.pinned_entries, stats.reserved_slots, stats.quarantined_slots) == (0, 0, 0) and stats.evictions[
+            "capacity"
+        ] > 0

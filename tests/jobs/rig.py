@@ -32,7 +32,13 @@ def generation_of(i: int) -> int:
 
 
 def ranks(
-    model: Model, layout: str, tp_size: int, blocks_per_chunk: int = 1, *, filled: bool, only: Sequence[int] | None = None
+    model: Model,
+    layout: str,
+    tp_size: int,
+    blocks_per_chunk: int = 1,
+    *,
+    filled: bool,
+    only: Sequence[int] | None = None,
 ) -> list[KVPages]:
     """The pages of every rank of a tensor-parallel group: full of the model's bytes, or of POISON."""
     out = []
@@ -41,7 +47,12 @@ def ranks(
         page = LAYOUTS[layout](model.geometry, len(local_heads(model.geometry, shard)), padding=24, offset=8)
         mapping = kvx1_mapping(model.geometry, shard, page, blocks_per_chunk=blocks_per_chunk)
         tensors = model.pages(
-            layout, tp_size=tp_size, tp_rank=rank, padding=24, offset=8, only=None if filled and only is None else only or []
+            layout,
+            tp_size=tp_size,
+            tp_rank=rank,
+            padding=24,
+            offset=8,
+            only=None if filled and only is None else only or [],
         )
         out.append(KVPages(mapping, tensors, model.num_blocks))
     return out
@@ -81,7 +92,10 @@ class Rig:
         assert descriptor >= 0
         self.file = self.lib.kvx_file_adopt(descriptor, b"slots", 0)
         self.runner = JobRunner(
-            threads=threads, io_timeout_s=io_timeout_s, max_lost_threads=max_lost_threads, read_piece_bytes=read_piece_bytes
+            threads=threads,
+            io_timeout_s=io_timeout_s,
+            max_lost_threads=max_lost_threads,
+            read_piece_bytes=read_piece_bytes,
         )
         self.next_id = 0
 
@@ -141,12 +155,12 @@ class Rig:
 
     def store(self, pages: Sequence[KVPages], block_ids: Sequence[Sequence[int]], **how: object) -> JobOutcome:
         """Store and wait."""
-        self.submit(STORE, pages, block_ids, **how)  # type: ignore[arg-type]
+        self.submit(STORE, pages, block_ids, **how)
         return self.finish(STORE)
 
     def load(self, pages: Sequence[KVPages], block_ids: Sequence[Sequence[int]], **how: object) -> JobOutcome:
         """Load and wait."""
-        self.submit(LOAD, pages, block_ids, **how)  # type: ignore[arg-type]
+        self.submit(LOAD, pages, block_ids, **how)
         return self.finish(LOAD)
 
     def bytes_of(self, slot: int) -> Bytes:

@@ -86,14 +86,13 @@ def test_a_thousand_errors_in_a_row_cost_nothing_but_themselves(tmp_path: Path, 
             assert set(rig.load(target, EACH).status.tolist()) == {Status.IO}
         assert rule.hits == 1000 and poisoned(target)
         assert not rig.load(target, EACH).status.any()
+        until(lambda: rig.runner.stats()["busy_threads"] == 0, "threads leave their last chunk")
         stats = rig.runner.stats()
-        assert (stats["busy_threads"], stats["lost_threads"], stats["leaked_bytes"]) == (0, 0, 0)
+        assert (stats["lost_threads"], stats["leaked_bytes"]) == (0, 0)
 
 
 @pytest.mark.parametrize("most", [1, 100, 4096])
 def test_short_transfers_are_looped(tmp_path: Path, source, target, most: int) -> None:
-    if most == 1:
-        source, target = ranks(MODEL, "nhd", 2, filled=True), ranks(MODEL, "hnd", 4, filled=False)
     with Rig(tmp_path / "slots", source) as rig, FaultyIO() as io:
         times = 3000 if most == 1 else None
         writes, reads = io.short("pwrite", most, times=times), io.short("pread", most, times=times)
@@ -391,7 +390,7 @@ def test_sigkill_in_a_write_leaves_no_believable_chunk(tmp_path: Path, before: b
 
 
 def test_many_jobs_at_once_from_many_threads(tmp_path: Path, source) -> None:
-    """Loads into disjoint targets, submitted and polled from several threads: every job ends once, with the right bytes."""
+    """Loads into disjoint targets from several threads: every job ends once, with the right bytes."""
     rows = np.random.default_rng(3).integers(0, 256, (32, 9000), dtype=np.uint8)
     pages = KVPages(row_mapping(9000), [rows], 32)
     with Rig(tmp_path / "slots", [pages], threads=4, live=False) as rig:

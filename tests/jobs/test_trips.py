@@ -126,7 +126,9 @@ def swap(rig: Rig, slot: int, a: int, b: int, size: int = 4096) -> None:
 
 def test_damage_that_keeps_every_size(tmp_path: Path) -> None:
     """Swapped pages, another chunk's slot, an older generation, zeros: each is found and costs its chunk."""
-    big = Model.random(GEOMETRY.__class__(num_layers=8, num_kv_heads=4, head_dim=64, dtype="float32", tokens_per_block=8), 8)
+    big = Model.random(
+        GEOMETRY.__class__(num_layers=8, num_kv_heads=4, head_dim=64, dtype="float32", tokens_per_block=8), 8
+    )
     source, target = ranks(big, "nhd", 2, filled=True), ranks(big, "split", 2, filled=False)
     with Rig(tmp_path / "slots", source) as rig:
         rig.store(source, EACH)
@@ -141,7 +143,16 @@ def test_damage_that_keeps_every_size(tmp_path: Path) -> None:
         swap(rig, 5, rig.slot.payload_stride, rig.slot.payload_stride + 4096)  # two trailer pages
         records = [rig.record(i) for i in range(8)]
         outcome = rig.load(target, EACH, records=records)
-        want = [Status.BAD_SUM, Status.BAD_SUM, Status.FOREIGN, Status.FOREIGN, Status.BAD_TRAILER, Status.FOREIGN, 0, 0]
+        want = [
+            Status.BAD_SUM,
+            Status.BAD_SUM,
+            Status.FOREIGN,
+            Status.FOREIGN,
+            Status.BAD_TRAILER,
+            Status.FOREIGN,
+            0,
+            0,
+        ]
         assert outcome.status.tolist() == want
         stats = rig.runner.stats()
         assert (stats["bad_sum"], stats["foreign"], stats["bad_trailer"]) == (2, 3, 1)
@@ -177,9 +188,7 @@ def test_partial_chunks_give_what_they_have_and_no_more(tmp_path: Path) -> None:
     target = ranks(MODEL, "hnd", 1, 4, filled=False)
     with Rig(tmp_path / "slots", source) as rig:
         rig.store(source, [[-1, -1, 2, 3], [4, 5, -1, -1]])
-        assert np.array_equal(
-            rig.bytes_of(1)[: rig.slot.payload_stride], MODEL.payloads([[4, 5, -1, -1]])[0]
-        )
+        assert np.array_equal(rig.bytes_of(1)[: rig.slot.payload_stride], MODEL.payloads([[4, 5, -1, -1]])[0])
         outcome = rig.load(target, [[-1, -1, -1, 3], [4, 5, 6, -1]])
         unwritten(outcome, 1, Status.ABSENT)
         assert rig.runner.stats()["absent"] == 1

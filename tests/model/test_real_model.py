@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvxfer.convert.pages import KVPages
 from kvxfer.engine import TransferEngine, TransferResult
 from kvxfer.geometry import KVGeometry
 from kvxfer.jobs import Status
-from kvxfer.keys import Namespace, make_offload_key
+from kvxfer.keys import kvx1_namespace, make_offload_key
 from kvxfer.layout import PageLayout, kvx1_mappings
 from kvxfer.prefix import full_attention
 from kvxfer.store import Store
@@ -36,10 +36,7 @@ GEOMETRY = KVGeometry(
     num_layers=tiny_llama.LAYERS, num_kv_heads=tiny_llama.KV_HEADS, head_dim=tiny_llama.HEAD_DIM, dtype="float32",
     tokens_per_block=BLOCK,
 )  # fmt: skip
-NAMESPACE = Namespace(
-    model="tiny llama", weights_fingerprint="seed 1234", dtype=GEOMETRY.dtype, canonical_form="kvx1",
-    geometry=[asdict(GEOMETRY)], blocks_per_chunk=1, tokens_per_chunk=BLOCK,
-)  # fmt: skip
+NAMESPACE = kvx1_namespace(GEOMETRY, model="tiny llama", weights_fingerprint="seed 1234")
 KEYS = [make_offload_key(block.to_bytes(32, "big"), 0) for block in range(BLOCKS)]
 
 
