@@ -304,21 +304,6 @@ int check_blocks(const Mapping &mapping, const int64_t *block_ids, uint64_t n) {
   return 0;
 }
 
-uint64_t gather_segment(const Mapping &mapping, uint32_t ordinal, const int64_t *block_ids, uint8_t *dst,
-                        bool sum, bool stream) {
-  uint64_t result = 0;
-  copy_group<true>(mapping, ordinal, ordinal + 1, block_ids, &dst, sum ? &result : nullptr, stream);
-  return result;
-}
-
-uint64_t scatter_segment(const Mapping &mapping, uint32_t ordinal, const int64_t *block_ids,
-                         const uint8_t *src, bool sum) {
-  uint64_t result = 0;
-  uint8_t *const from = const_cast<uint8_t *>(src);  // a scatter only reads it
-  copy_group<false>(mapping, ordinal, ordinal + 1, block_ids, &from, sum ? &result : nullptr, true);
-  return result;
-}
-
 void gather_segments(const Mapping &mapping, uint32_t first, uint32_t count, const int64_t *block_ids,
                      uint8_t *const *dst, uint64_t *sums, bool stream) {
   copy_segments<true>(mapping, first, count, block_ids, dst, sums, stream);

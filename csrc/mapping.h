@@ -65,25 +65,16 @@ void mapping_unref(Mapping *mapping);
 // below check nothing: ask here first.
 int check_blocks(const Mapping &mapping, const int64_t *block_ids, uint64_t n);
 
-// Writes the payload and the zero padding of one owned segment to dst: segments[ordinal].padded bytes.
-// block_ids: [blocks_per_chunk], -1 for an absent block, whose bytes become zero. Returns the checksum of the
-// payload if `sum`, else 0. `stream`: dst is not read again soon and a cache would not hold it, so write
-// around the caches.
-uint64_t gather_segment(const Mapping &mapping, uint32_t ordinal, const int64_t *block_ids, uint8_t *dst,
-                        bool sum, bool stream);
-
-// Copies one segment's payload at src into the blocks; absent blocks are skipped, and src's bytes for them
-// still count in the checksum, which is returned if `sum`, else 0. The blocks are written around the caches.
-uint64_t scatter_segment(const Mapping &mapping, uint32_t ordinal, const int64_t *block_ids,
-                         const uint8_t *src, bool sum);
-
-// The same for the segments [first, first + count) at once, row by row in lockstep: KV heads share a page in
-// the NHD layouts, and its lines are then fetched once. Faster than one call each whenever they come from
-// memory. dst, src: [count] addresses, one a segment. sums: [count] or null. `stream` of scatter: write the
-// blocks around the caches; twice as fast where they are not in one, as live blocks seldom are, and src may
-// be.
+// Writes the payload and the zero padding of the owned segments [first, first + count) to dst:
+// segments[...].padded bytes each. block_ids: [blocks_per_chunk], -1 for an absent block, whose bytes become
+// zero. dst: [count] addresses. sums: [count] or null. `stream`: dst is not read again soon and a cache would
+// not hold it, so write around the caches. One call for many segments is faster than one call each: KV heads
+// share a page in the NHD layouts, and its lines are then fetched once.
 void gather_segments(const Mapping &mapping, uint32_t first, uint32_t count, const int64_t *block_ids,
                      uint8_t *const *dst, uint64_t *sums, bool stream);
+// Copies the segments' payloads at src into the blocks; absent blocks are skipped, and src's bytes for them
+// still count in the sums. `stream`: write the blocks around the caches; twice as fast where they are not in
+// one, as live blocks seldom are, and src may be.
 void scatter_segments(const Mapping &mapping, uint32_t first, uint32_t count, const int64_t *block_ids,
                       const uint8_t *const *src, uint64_t *sums, bool stream);
 

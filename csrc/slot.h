@@ -37,10 +37,7 @@ inline uint32_t num_trailers(const kvx_slot_layout &layout) {
   return static_cast<uint32_t>((uint64_t{layout.num_segments} + layout.segments_per_trailer - 1) /
                                layout.segments_per_trailer);
 }
-// Trailer page that holds a segment's sum, and where a page is in the slot.
-inline uint32_t trailer_of(const kvx_slot_layout &layout, uint32_t segment) {
-  return segment / layout.segments_per_trailer;
-}
+// Where a trailer page is in the slot.
 inline uint64_t trailer_offset(const kvx_slot_layout &layout, uint32_t trailer) {
   return payload_stride(layout) + uint64_t{trailer} * layout.alignment;
 }
@@ -59,13 +56,6 @@ inline uint64_t slot_bytes(const kvx_slot_layout &layout) {
 
 // 0, or -EINVAL where a field is out of the format's bounds or a slot would not fit 2^63 bytes.
 int slot_check(const kvx_slot_layout &layout);
-
-inline bool same_layout(const kvx_slot_layout &a, const kvx_slot_layout &b) {
-  return a.segment_bytes == b.segment_bytes && a.last_segment_bytes == b.last_segment_bytes &&
-         a.segment_stride == b.segment_stride && a.num_segments == b.num_segments &&
-         a.segments_per_trailer == b.segments_per_trailer && a.alignment == b.alignment &&
-         a.blocks_per_chunk == b.blocks_per_chunk;
-}
 
 }  // namespace kvx
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from numpy.typing import ArrayLike
@@ -21,7 +22,7 @@ from numpy.typing import ArrayLike
 from kvxfer.config import EngineConfig
 from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages
-from kvxfer.errors import ConfigError, EngineClosed, ForkError, LayoutError, NativeError
+from kvxfer.errors import ConfigError, EngineClosed, ForkError, LayoutError, NativeError, StoreError
 from kvxfer.jobs import LOAD, NS, STORE, JobRunner, Status
 from kvxfer.keys import Namespace, check_key
 from kvxfer.results import PendingJob, TransferResult, block_table, fail_all, refuse_repeated
@@ -165,8 +166,15 @@ class TransferEngine:
         job = self._accept(job_id, keys, block_ids, LOAD)
         if job is None:
             return
+        try:
+            pinned = self._store.pin(self.digest, job.keys)
+        except StoreError as exc:  # closed under the engine
+            log.warning("load %d could not be started: %s", job_id, exc)
+            fail_all(job, range(len(job.keys)), Status.CANCELLED)
+            self._publish(job, LOAD)
+            return
         entries: list[Entry] = []
-        for i, entry in enumerate(self._store.pin(self.digest, job.keys)):
+        for i, entry in enumerate(pinned):
             if entry is None:
                 job.miss(i)
             else:
@@ -372,12 +380,13 @@ class TransferEngine:
                 self._writer.settle()
             except Exception:  # a defect: whatever it is, the thread must go on, or no job would ever end again
                 log.exception("the service thread met an error it did not expect")
-            self._store.maintain()
             for job in queued:
                 if closing:
                     self._writer.cancel(job)
                 else:
                     self._writer.start(job)
+            with suppress(StoreError):  # closed under the engine: jobs still end, as misses
+                self._store.maintain()
             with self._lock:
                 if closing and not self._queue and not self._open:
                     return

@@ -69,7 +69,9 @@ class GroupHits:
                 f"tokens_per_block={self.tokens_per_block} and blocks_per_chunk={self.blocks_per_chunk} of a prompt's "
                 "group must be at least 1"
             )
-        if (self.kind is Kind.SLIDING_WINDOW) != (self.window is not None) or (self.window or 1) < 1:
+        if (self.window is not None) != (self.kind is Kind.SLIDING_WINDOW) or (
+            self.window is not None and self.window < 1
+        ):
             raise ValueError(f"window={self.window} does not fit kind={self.kind} of a prompt's group")
 
     @classmethod
@@ -106,11 +108,10 @@ class GroupHits:
         if not before:  # a token looks at itself alone
             return cut
         cut = min(cut, len(self.bitmap) * chunk)
+        arrived = f"{self.bitmap.bits:0{max(1, len(self.bitmap))}b}"[::-1]  # searched within the window only
         while cut > 0:
-            first, last = max(0, cut - before) // chunk, (cut - 1) // chunk
-            missing = ~self.bitmap.bits & ((2 << last) - 1)
-            gap = missing.bit_length() - 1  # the last chunk missing up to there
-            if gap < first:
+            gap = arrived.rfind("0", max(0, cut - before) // chunk, (cut - 1) // chunk + 1)
+            if gap < 0:
                 break
             cut = gap * chunk
         return cut

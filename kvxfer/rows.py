@@ -256,10 +256,10 @@ def _derive(page: RowPage, sizes: ShardSpec, opaque: bool) -> list[PageMapping]:
         except LayoutError:
             if not opaque:
                 raise
-    elif page.layout.page_bytes != page.geometry.page_bytes:
+    elif page.layout.page_bytes != page.geometry.block_bytes:
         raise LayoutError(
             f"page_bytes={page.layout.page_bytes} of layout {page.layout.name!r} is not the geometry's "
-            f"page_bytes={page.geometry.page_bytes}"
+            f"page_bytes={page.geometry.block_bytes}"
         )
     return [_whole(page.layout.page_bytes, shard) for shard in sizes.ranks]
 

@@ -63,8 +63,9 @@ class StoreWriter:
         """Start a job: whatever of it has to be written is handed to the runner."""
         try:
             self._plan(job)
-        except Exception:  # a defect: the job was accepted, so it must end, and the thread must go on
-            log.exception("a store could not be planned")
+        except Exception as exc:  # whatever it is, the job was accepted, so it must end, and the thread must go on
+            expected = isinstance(exc, KvxferError)  # such as a store that was closed under the engine
+            log.warning("a store could not be planned: %s", exc, exc_info=None if expected else exc)
             if job.fail_rest(Status.INDEX):
                 self._finished(job)
 

@@ -1,8 +1,8 @@
-"""What vLLM's canonical rows must hold, found by slicing tensors. It never reads a run, and shares nothing with kvxfer.rows.
+"""What vLLM's canonical rows must hold, found by slicing tensors. It never reads a run.
 
 A page's order is a name of ORDERS: its axes from the outermost in, of p (K, V), t (token) and h (head). The canonical
-page of a block has the same axes, with all heads of the model and the tokens of all context-parallel ranks; a rank's own
-page is the part of it that np.take leaves when heads and tokens are dealt out as below.
+page of a block has the same axes, with all heads of the model and the tokens of all context-parallel ranks; a rank's
+own page is the part of it that np.take leaves when heads and tokens are dealt out as below.
 """
 
 from __future__ import annotations

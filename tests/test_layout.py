@@ -152,6 +152,24 @@ def test_stages_hold_whole_layer_groups() -> None:
         kvx1_mapping(SMALL, ShardSpec(pp_size=2), PageLayout.nhd(SMALL, 4))
 
 
+def test_unequal_stages_hold_whole_layer_groups() -> None:
+    def layers_of(stages: tuple[int, ...], groups: int) -> list[range]:
+        return [
+            local_layers(SMALL, ShardSpec(pp_size=len(stages), pp_rank=rank), groups, stages)
+            for rank in range(len(stages))
+        ]
+
+    assert layers_of((3, 1), 4) == [range(3), range(3, 4)]
+    assert layers_of((1, 2, 1), 4) == [range(1), range(1, 3), range(3, 4)]
+    assert layers_of((2, 2), 2) == [range(2), range(2, 4)]
+    for stages, groups in (((3, 1), 2), ((3, 2), 4), ((4, 0), 4), ((5, -1), 4), ((4,), 1)):
+        with pytest.raises(LayoutError, match=r"stage_layers=\(.*must be 2 multiples of the \d layers"):
+            local_layers(SMALL, ShardSpec(pp_size=2), groups, stages)
+    assert kvx1_mapping(
+        SMALL, ShardSpec(pp_size=2, pp_rank=1), PageLayout.nhd(SMALL, 4), layer_groups=4, stage_layers=(3, 1)
+    ).segments == (12, 13, 14, 15)
+
+
 @pytest.mark.parametrize("axis", ["dcp_size", "pcp_size"])
 def test_context_parallelism_is_refused_with_the_reason(axis: str) -> None:
     with pytest.raises(LayoutError, match=f"{axis}=2.*context parallelism"):
@@ -256,6 +274,63 @@ def test_a_mapping_that_contradicts_itself_is_refused(change: dict[str, Any], me
         replace(row_mapping(8), **change)
 
 
+# ---- other kinds
+
+
+def test_a_window_changes_no_byte() -> None:
+    sliding = replace(SMALL, kind=Kind.SLIDING_WINDOW, window=5)
+    for plain, windowed in zip(
+        kvx1_mappings(SMALL, 2, PageLayout.nhd(SMALL, 2), pp_size=2, layer_groups=2),
+        kvx1_mappings(sliding, 2, PageLayout.nhd(sliding, 2), pp_size=2, layer_groups=2),
+        strict=True,
+    ):
+        assert plain.slot == windowed.slot
+        assert plain.runs.tolist() == windowed.runs.tolist()
+        assert windowed.topology is None
+
+
+INDEXED = replace(MLA, num_layers=4, extra_bytes=(4, 0, 0, 4))
+INDEXED_PAGES = [PageLayout.nhd(one, 1) for one in INDEXED.tensors]
+
+
+def test_blocks_are_outermost_where_layers_keep_extra_bytes() -> None:
+    """Latents of 18 bytes a block and 8 extra ones in the first and last layer."""
+    mapping = kvx1_mapping(INDEXED, ShardSpec(), INDEXED_PAGES, blocks_per_chunk=3)
+    assert mapping.slot.segment_bytes == 3 * (4 * 18 + 2 * 8)
+    assert mapping.canonical_block_stride == 88
+    assert mapping.runs["canonical_offset"].tolist() == [0, 18, 26, 44, 62, 80]
+    assert mapping.runs["fragment_size"].tolist() == [18, 8, 18, 18, 18, 8]
+    assert mapping.runs["tensor"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert [tensor.page_bytes for tensor in mapping.tensors] == [18, 8, 18, 18, 18, 8]
+    halves = kvx1_mappings(INDEXED, 1, INDEXED_PAGES, pp_size=2, layer_groups=2)
+    assert [half.segments for half in halves] == [(0,), (1,)]
+    assert [half.runs["canonical_offset"].tolist() for half in halves] == [[0, 18, 26], [0, 18, 36]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layer_groups": 4}, r"layer_groups=4 makes groups whose extra_bytes add up to \[0, 4\]"),
+        ({"page_layout": INDEXED_PAGES[0]}, "a page layout for each of these 6 tensors"),
+        ({"page_layout": INDEXED_PAGES[:5]}, "a page layout for each of these 6 tensors"),
+        ({"page_layout": INDEXED_PAGES[::-1]}, "run"),
+        ({"page_layout": [replace(page, dim_stride=2) for page in INDEXED_PAGES]}, "dim_stride=2"),
+        ({"geometry": MLA, "page_layout": INDEXED_PAGES[:2]}, "this one needs one for all"),
+        ({"geometry": KVGeometry.opaque((4,), tokens_per_block=1)}, "take opaque_mapping"),
+    ],
+)
+def test_layers_that_do_not_add_up_are_refused(arguments: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"geometry": INDEXED, "shard": ShardSpec(), "page_layout": INDEXED_PAGES} | arguments
+    with pytest.raises(LayoutError, match=message):
+        kvx1_mapping(**given)
+
+
+def test_pages_that_are_moved_whole() -> None:
+    page = PageLayout.whole(100, padding=28, offset=4)
+    assert page.tensor == LocalTensor(block_stride=128, page_bytes=100, offset=4)
+    assert PageLayout.nhd(SMALL, 2, padding=8).tensor == LocalTensor(block_stride=200, page_bytes=192)
+
+
 # ---- rows
 
 
@@ -358,7 +433,11 @@ def test_writers_that_leave_out_or_double_a_segment_are_found() -> None:
         (mappings[:7], "segment 3: 0 ranks write it in slots of number 1 modulo 2"),
         ((*mappings, mappings[0]), "segment 0: 2 ranks write it in slots of number 0 modulo 2"),
         ((replace(mappings[0], writer_index=1), *mappings[1:]), "segment 0: 0 ranks write"),
-        ((replace(mappings[0], num_writers=4), *mappings[1:]), "rank 1: its slot layout, number of writers or topology"),
+        ((replace(mappings[0], topology="tp8"), *mappings[1:]), "rank 1: its slot layout"),
+        (
+            (replace(mappings[0], num_writers=4), *mappings[1:]),
+            "rank 1: its slot layout, number of writers or topology",
+        ),
         ((row_mapping(64), *mappings), "rank 1: its slot layout"),
         ((), "no rank"),
     ):

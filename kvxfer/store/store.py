@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -58,6 +59,7 @@ class Store:
         self._info = opened.info
         self._pid = os.getpid()
         self._closed = False
+        self._abandoned = False  # closed while a call on the root had not returned
         self._commits = self._replacements = self._duplicates = self._failed_commits = 0
         self._refused = self._namespace_errors = 0
 
@@ -399,22 +401,35 @@ class Store:
                 namespace_errors=self._namespace_errors,
             )  # fmt: skip
 
-    def close(self) -> None:
+    def close(self, timeout: float = 5.0) -> bool:
         """Writes the index down and gives the root back. Closing twice is fine; in a fork's child it does nothing.
 
         Jobs must have ended: pinned entries and reservations are of no more use.
+
+        Args:
+            timeout: seconds to wait for a change of the disk that is under way in another thread. If that never ends,
+                nothing is written and the root stays this process's: its call may still land.
+
+        Returns:
+            False if it was left like that.
         """
         if os.getpid() != self._pid:
-            return
-        with self._change:
+            return True
+        if not self._change.acquire(timeout=timeout):
+            self._closed = self._abandoned = True
+            reporter.warn("close", f"{self.config.root} is left as it is: a call on it has not returned")
+            return False
+        with ExitStack() as held:
+            held.callback(self._change.release)
             if self._closed:
-                return
+                return not self._abandoned
             self._closed = True
             self._forget_doomed()
             self._index.close()
             for slab in self._table.slabs():
                 slab.close()
             self._opened.lock.drop()
+            return True
 
     def __enter__(self) -> Self:
         return self

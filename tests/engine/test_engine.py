@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.convert.pages import KVPages
 from kvxfer.engine import TransferEngine
-from kvxfer.errors import ConfigError, EngineClosed, ForkError, LayoutError
+from kvxfer.errors import ConfigError, EngineClosed, ForkError, LayoutError, StoreError
 from kvxfer.jobs import Status
 from kvxfer.layout import row_mapping
 from kvxfer.prefix import full_attention
@@ -287,6 +287,9 @@ def test_a_slab_that_cannot_be_made_holds_up_stores_but_not_loads_or_shutdown(tm
         assert time.monotonic() - start < 2
         (result,) = engine.poll()
         assert [e.status for e in result.errors] == [Status.LOST]
+        start = time.monotonic()
+        assert node.store.close(0.2) is False
+        assert time.monotonic() - start < 2
         io.release()
         until(lambda: not engine._service.is_alive(), "the service thread ends")
         assert engine.poll() == []
@@ -510,3 +513,14 @@ def test_loads_stores_and_evictions_from_many_threads_never_give_wrong_bytes(tmp
         assert (stats.pinned_entries, stats.reserved_slots, stats.quarantined_slots) == (0, 0, 0) and stats.evictions[
             "capacity"
         ] > 0
+
+
+def test_a_store_closed_under_the_engine_costs_jobs_not_the_engine(tmp_root: Path) -> None:
+    with Node(tmp_root, MODEL) as node:
+        node.put([0])
+        node.store.close()
+        assert [e.status for e in node.put([1]).errors] == [Status.INDEX]
+        assert [e.status for e in node.get([0]).errors] == [Status.CANCELLED]
+        with pytest.raises(StoreError, match="closed"):
+            node.reader.lookup(keys_of([0]))
+        assert node.reader.drain(5) and node.writer.drain(5)

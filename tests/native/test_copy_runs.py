@@ -80,7 +80,7 @@ def random_case(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     blocks, planes, heads = int(rng.choice([1, 1, 2, 3, 16])), int(rng.integers(1, 4)), int(rng.integers(1, 11))
     whole_runs_first = bool(rng.integers(2))
-    grain = int(rng.choice([1, 4, 64]))  # of sizes and strides
+    grain = int(rng.choice([1, 4, 16, 64]))  # of sizes and strides
     runs, strides = [], []
     if whole_runs_first:
         size = round_up(int(rng.choice(FRAGMENTS)), grain)

@@ -427,6 +427,27 @@ def test_a_forks_child_is_told_and_leaves_the_root_locked_to_its_parent(opened: 
     assert store.lookup_prefix(digest, KEYS) == 20
 
 
+def test_a_forks_child_that_lives_on_does_not_keep_the_root(opened: Opened, root: Path) -> None:
+    store = opened()
+    ready, go = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    try:
+        assert os.read(ready[0], 1) == b"x"
+        store.close()
+        opened().close()
+    finally:
+        os.write(go[1], b"x")
+        os.waitpid(child, 0)
+        for end in (*ready, *go):
+            os.close(end)
+
+
 def test_a_closed_store_says_so_and_takes_back_what_is_given_back(opened: Opened) -> None:
     store = opened()
     digest = store.register(rig.namespace(), rig.ROW)
