@@ -119,9 +119,10 @@ KVX_API int64_t kvx_file_pwrite(kvx_file *file, const void *buf, uint64_t n, uin
 
 /* ---- 4. Slots and trailers (docs/format.md) ----------------------------------------------- */
 
-#define KVX_TRAILER_BYTES 4096 /* the part of a trailer page that has meaning; the page is `alignment` long \
-                                */
-#define KVX_TRAILER_SUMS 464   /* segment sums that one trailer page can hold */
+#define KVX_TRAILER_BYTES                                                                                 \
+  4096                       /* the part of a trailer page that has meaning; the page is `alignment` long \
+                              */
+#define KVX_TRAILER_SUMS 464 /* segment sums that one trailer page can hold */
 #define KVX_MAX_KEY 64
 #define KVX_MAX_BLOCKS 256 /* blocks of a chunk: the bits of the mask */
 

@@ -127,7 +127,7 @@ class Load {
     for (uint32_t i = 0; i < share.count; ++i)
       addresses_[i] = at(plan_.items()[share.first_item + i].staging_offset);
     scatter_segments(job_.part(share.part), share.first_ordinal, share.count, job_.block_ids(chunk_),
-                     addresses_.data(), sums, false);
+                     addresses_.data(), sums, true);
   }
 
   uint8_t read_trailer(const Item &item, const uint8_t *page) {

@@ -241,14 +241,6 @@ def _attention(layers: int, heads: int, head_dim: int, window: int | None = None
     )
 
 
-# Known models by name: their KV-cache groups, in the order of each group's first layer, in bfloat16 and blocks of 16
-# tokens. Sizes are those of the config.json that the model was published with:
-#   llama-3.1-8b    meta-llama/Llama-3.1-8B     32 layers, 8 KV heads, 4096 / 32 elements; 128 KiB a token
-#   llama-3.1-70b   meta-llama/Llama-3.1-70B    80 layers, 8 KV heads, 8192 / 64 elements; 320 KiB a token
-#   qwen3-32b       Qwen/Qwen3-32B              64 layers, 8 KV heads, head_dim 128; 256 KiB a token
-#   gpt-oss-120b    openai/gpt-oss-120b         36 layers, 8 KV heads, head_dim 64, every other one, from the first on,
-#                                               with sliding_window 128; 72 KiB a token, half of it in each group
-#   deepseek-v3     deepseek-ai/DeepSeek-V3     61 layers, kv_lora_rank 512 + qk_rope_head_dim 64; 68.625 KiB a token
 MODELS: Mapping[str, tuple[KVGeometry, ...]] = MappingProxyType(
     {
         "llama-3.1-8b": (_attention(32, 8, 128),),
@@ -262,6 +254,18 @@ MODELS: Mapping[str, tuple[KVGeometry, ...]] = MappingProxyType(
         ),
     }
 )
+"""Known models by name: their KV-cache groups in the order of each group's first layer, bfloat16, blocks of 16 tokens.
+
+Sizes are those of the config.json that each was published with:
+
+    llama-3.1-8b    meta-llama/Llama-3.1-8B   32 layers, 8 KV heads of 4096 / 32 elements; 128 KiB a token
+    llama-3.1-70b   meta-llama/Llama-3.1-70B  80 layers, 8 KV heads of 8192 / 64 elements; 320 KiB a token
+    qwen3-32b       Qwen/Qwen3-32B            64 layers, 8 KV heads, head_dim 128; 256 KiB a token
+    gpt-oss-120b    openai/gpt-oss-120b       36 layers, 8 KV heads, head_dim 64, every other one from the first on with
+                                              sliding_window 128; 72 KiB a token, half of it in each group
+    deepseek-v3     deepseek-ai/DeepSeek-V3   61 layers, kv_lora_rank 512 + qk_rope_head_dim 64; 68.625 KiB a token
+"""
+
 # Those of one group.
 PRESETS: Mapping[str, KVGeometry] = MappingProxyType(
     {name: groups[0] for name, groups in MODELS.items() if len(groups) == 1}

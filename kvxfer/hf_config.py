@@ -39,8 +39,9 @@ _EACH_NTH_FULL = {"cohere2": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 # Words in a field's name that speak of what a layer keeps. A field with such a name that is set, and not listed below,
 # is one that this reader does not know the meaning of.
 _SPEAKS = re.compile(
-    r"(^|_)(attn|block|blocks|chunk|chunked|compress|conv|cross|global|head|heads|hybrid|index|indexer|kv|latent|linear|"
-    r"local|lora|lru|mamba|query|recurrent|shared|sliding|ssm|state|swa|types?|v|window)(_|$)|per_layer|encoder_decoder"
+    r"(^|_)(attention_layers?|attn|block|blocks|chunk|chunked|cla|compress|conv|cross|delta|gla|global|head|heads|hybrid|"
+    r"idxs?|index|indexer|kv|latent|linear|local|lora|lru|mamba|pattern|query|recurrent|retention|shared|sliding|ssm|state|"
+    r"swa|types?|v|window)(_|$)|per_layer"
 )
 _OTHER = re.compile(r"^(audio|expert|image|lm_head|mlp|mm|moe|router|summary|video|vision)_|(_bias|_prob|dropout)$")
 _KNOWN = frozenset(
@@ -72,6 +73,7 @@ _KNOWN = frozenset(
         # Speak of other things: masks and scales, experts and MLPs, vocabularies, the transformers library itself.
         "_attn_implementation",
         "_attn_implementation_autoset",
+        "attn_implementation",
         "activation_sparsity_pattern",
         "attn_logit_softcapping",
         "attn_pdrop",
@@ -80,6 +82,7 @@ _KNOWN = frozenset(
         "global_attn_every_n_layers",
         "hidden_size_per_layer_input",
         "n_shared_experts",
+        "num_ln_in_parallel_attn",
         "num_local_experts",
         "num_shared_experts",
         "parallel_attn",

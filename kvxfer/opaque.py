@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
 from kvxfer.errors import LayoutError
-from kvxfer.geometry import ShardSpec
+from kvxfer.geometry import KVGeometry, ShardSpec
+from kvxfer.keys import Namespace
 from kvxfer.mapping import RUN_DTYPE, CanonicalMapping, LocalTensor, verify_mapping, verify_writers
 from kvxfer.slot import ALIGNMENT, SlotLayout
 
-__all__ = ["opaque_mapping", "opaque_mappings"]
+__all__ = ["opaque_mapping", "opaque_mappings", "opaque_namespace"]
 
 
 def opaque_mapping(
@@ -94,3 +97,39 @@ def opaque_mappings(
     )
     verify_writers(mappings)
     return mappings
+
+
+def opaque_namespace(
+    geometry: KVGeometry,
+    sizes: ShardSpec,
+    *,
+    model: str,
+    weights_fingerprint: str,
+    blocks_per_chunk: int = 1,
+    parts: int = 1,
+    extra: Mapping[str, Any] | None = None,
+) -> Namespace:
+    """The namespace of one KV-cache group whose pages are moved whole: it names the topology.
+
+    Args:
+        geometry: of any kind: its pages mean what they mean to its kernels under this sharding alone.
+        sizes: of all axes; which rank it is does not matter.
+        weights_fingerprint: which weights: `weights_fingerprint(path)`, a revision, a digest.
+        blocks_per_chunk, parts: as given to `opaque_mapping`.
+        extra: what else changes the bytes of a page, such as its layout's name; salt, tenant, adapter, ...
+
+    Raises:
+        ConfigError: a field is empty, out of bounds or not JSON-able.
+    """
+    return Namespace(
+        model=model,
+        weights_fingerprint=weights_fingerprint,
+        dtype=geometry.dtype,
+        canonical_form="opaque",
+        geometry=[asdict(geometry)],
+        blocks_per_chunk=blocks_per_chunk,
+        tokens_per_chunk=blocks_per_chunk * geometry.tokens_per_block,
+        layer_groups=parts,
+        topology=sizes.topology,
+        extra=extra or {},
+    )

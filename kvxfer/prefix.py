@@ -96,15 +96,12 @@ class GroupHits:
             return self._state(limit, prompt_tokens)
         if self.kind is Kind.SLIDING_WINDOW:
             return self._window(limit)
-        return (
-            min(limit, self.bitmap.leading_run() * self.tokens_per_chunk)
-            // self.tokens_per_block
-            * self.tokens_per_block
-        )
+        most = min(limit, self.bitmap.leading_run() * self.tokens_per_chunk)
+        return most - most % self.tokens_per_block
 
     def _window(self, limit: int) -> int:
         chunk, before = self.tokens_per_chunk, (self.window or 1) - 1
-        cut = limit // self.tokens_per_block * self.tokens_per_block
+        cut = limit - limit % self.tokens_per_block
         if not before:  # a token looks at itself alone
             return cut
         cut = min(cut, len(self.bitmap) * chunk)
@@ -118,7 +115,7 @@ class GroupHits:
 
     def _state(self, limit: int, prompt_tokens: int) -> int:
         chunk = self.tokens_per_chunk
-        end = prompt_tokens // self.tokens_per_block * self.tokens_per_block  # of the last chunk's last whole block
+        end = prompt_tokens - prompt_tokens % self.tokens_per_block  # of the last chunk's last whole block
         ended = limit // chunk if limit < end else -(-end // chunk)
         present = self.bitmap.bits & ((1 << ended) - 1)
         return min(present.bit_length() * chunk, end)
