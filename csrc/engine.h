@@ -5,10 +5,12 @@
 #include <condition_variable>
 #include <deque>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
+#include <vector>
 
 #include "job.h"
 #include "kvx.h"
@@ -88,11 +90,15 @@ class Core : public std::enable_shared_from_this<Core> {
  private:
   void run_worker(Worker *worker);
   bool take(Worker *worker);
+  void bury(std::shared_ptr<Job> job);
   bool may_store() const;
   bool finish(Worker *worker, const Outcome &outcome);
+  Outcome run_chunk(Worker &worker, Job &job, uint32_t chunk);
   void count(int direction, const Outcome &outcome);
   void run_monitor();
+  void close_expired(uint64_t now);
   void give_up_slow_calls(uint64_t now);
+  bool quiet();
   void mark_lost(Worker *worker);
   void spawn();
   void publish_if_done(Job &job);
@@ -107,6 +113,9 @@ class Core : public std::enable_shared_from_this<Core> {
   std::deque<std::shared_ptr<Job>> done_jobs_[2];
   std::deque<std::pair<uint64_t, uint32_t>> late_;
   std::unordered_map<uint64_t, std::shared_ptr<Job>> jobs_;
+  std::multimap<uint64_t, Job *> deadlines_;  // of jobs that are not published
+  // A job's end may close a file, which may hang: it comes to pass after the mutex was given back.
+  std::vector<std::shared_ptr<Job>> buried_;
   std::list<Worker> workers_;
   std::thread monitor_;
   uint32_t in_service_ = 0;  // threads that are not lost
@@ -115,8 +124,9 @@ class Core : public std::enable_shared_from_this<Core> {
   uint32_t storing_ = 0;     // of those, in a store
   bool woken_ = false;
   bool watching_ = false;  // the monitor looks at the clock while calls are under way
-  bool stopping_ = false;
-  bool stopped_ = false;
+  bool stopping_ = false;  // no more jobs
+  bool stopped_ = false;   // no more chunks
+  bool shut_ = false;      // threads have left, or are in a call
 };
 
 // The two trips of one chunk (docs/architecture.md). They return what became of it.

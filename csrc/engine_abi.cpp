@@ -1,4 +1,5 @@
-// Section 6 of kvx.h over kvx::Core. No exception crosses: out of memory is -ENOMEM.
+// Section 6 of kvx.h over kvx::Core. No exception crosses: where a call can run out of memory, that is
+// -ENOMEM. (A thread that cannot even note a result ends the process.)
 #include <cerrno>
 #include <new>
 #include <system_error>
@@ -48,7 +49,7 @@ int kvx_engine_submit(kvx_engine *engine, const kvx_job *job) {
 
 int kvx_engine_poll(kvx_engine *engine, int direction, kvx_result *result) {
   if (direction != KVX_STORE && direction != KVX_LOAD) return -EINVAL;
-  return engine->core->poll(direction, result);
+  return guarded([&] { return static_cast<int>(engine->core->poll(direction, result)); });
 }
 
 int kvx_engine_details(kvx_engine *engine, uint64_t job_id, uint8_t *status, kvx_chunk_error *errors) {
@@ -80,7 +81,9 @@ int kvx_engine_wait_gathered(kvx_engine *engine, uint64_t job_id, uint64_t timeo
   return engine->core->wait_gathered(job_id, timeout_ns);
 }
 
-int kvx_engine_cancel(kvx_engine *engine, uint64_t job_id) { return engine->core->cancel(job_id); }
+int kvx_engine_cancel(kvx_engine *engine, uint64_t job_id) {
+  return guarded([&] { return engine->core->cancel(job_id); });
+}
 
 int kvx_engine_shutdown(kvx_engine *engine, uint64_t timeout_ns) {
   return engine->core->shutdown(timeout_ns);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <new>
 #include <system_error>
 #include <tuple>
 
@@ -82,10 +83,14 @@ bool Core::may_store() const {
 bool Core::take(Worker *worker) {
   for (const int direction : {KVX_LOAD, KVX_STORE}) {
     auto &queue = queue_[direction];
-    while (!queue.empty() && (queue.front()->closed() || queue.front()->untaken() == 0)) queue.pop_front();
+    while (!queue.empty() && (queue.front()->closed() || queue.front()->untaken() == 0)) {
+      bury(std::move(queue.front()));
+      queue.pop_front();
+    }
     if (queue.empty() || (direction == KVX_STORE && !may_store())) continue;
     worker->job = queue.front();
     worker->chunk = worker->job->next++;
+    if (!worker->job->untaken()) queue.pop_front();
     ++busy_;
     storing_ += direction == KVX_STORE;
     return true;
@@ -93,20 +98,32 @@ bool Core::take(Worker *worker) {
   return false;
 }
 
-void Core::run_worker(Worker *worker) {
-  std::unique_lock<std::mutex> lock(mutex);
-  while (true) {
-    work_.wait(lock, [&] { return stopped_ || take(worker); });
-    if (!worker->job) break;
-    Job &job = *worker->job;
-    const uint32_t chunk = worker->chunk;
-    if (config_.io_timeout_ns && !watching_) monitor_wake_.notify_one();
-    lock.unlock();
-    const Outcome outcome = job.direction == KVX_STORE ? run_store(*this, *worker, job, chunk)
-                                                       : run_load(*this, *worker, job, chunk);
-    lock.lock();
-    if (!finish(worker, outcome)) break;
+void Core::bury(std::shared_ptr<Job> job) { buried_.push_back(std::move(job)); }
+
+Outcome Core::run_chunk(Worker &worker, Job &job, uint32_t chunk) {
+  try {
+    return job.direction == KVX_STORE ? run_store(*this, worker, job, chunk)
+                                      : run_load(*this, worker, job, chunk);
+  } catch (const std::bad_alloc &) {
+    return {KVX_IO, ENOMEM};
   }
+}
+
+void Core::run_worker(Worker *worker) {
+  for (bool stay = true; stay;) {
+    std::vector<std::shared_ptr<Job>> dead;
+    {
+      std::unique_lock<std::mutex> lock(mutex);
+      work_.wait(lock, [&] { return stopped_ || take(worker); });
+      if (!worker->job) break;
+      if (config_.io_timeout_ns && !watching_) monitor_wake_.notify_one();
+    }
+    const Outcome outcome = run_chunk(*worker, *worker->job, worker->chunk);
+    std::lock_guard<std::mutex> lock(mutex);
+    stay = finish(worker, outcome);
+    dead.swap(buried_);  // declared before the lock, so destroyed after it
+  }
+  std::lock_guard<std::mutex> lock(mutex);
   worker->exited = true;
   idle_.notify_all();
 }
@@ -165,6 +182,7 @@ bool Core::finish(Worker *worker, const Outcome &outcome) {
   }
   if (job->direction == KVX_STORE) work_.notify_one();  // may_store() may have changed
   idle_.notify_all();
+  bury(job);
   return stay;
 }
 
@@ -193,6 +211,8 @@ bool Core::abandoned(const Job &job, uint32_t chunk) {
 
 void Core::publish_if_done(Job &job) {
   if (!job.publishable()) return;
+  if (job.timed) deadlines_.erase(job.timer);
+  job.timed = false;
   for (uint32_t c = 0; c < job.num_chunks(); ++c) counters.deadline_cuts += job.status(c) == KVX_CUT;
   done_jobs_[job.direction].push_back(job.shared_from_this());
   done_.notify_all();
@@ -200,20 +220,22 @@ void Core::publish_if_done(Job &job) {
 
 // ---- the monitor --------------------------------------------------------------------------------
 
+void Core::close_expired(uint64_t now) {
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    Job &job = *deadlines_.begin()->second;
+    deadlines_.erase(job.timer);
+    job.timed = false;
+    job.close(KVX_CUT);
+    publish_if_done(job);  // else whoever is inside does it when leaving
+  }
+}
+
 void Core::run_monitor() {
   std::unique_lock<std::mutex> lock(mutex);
   while (!stopped_) {
     const uint64_t now = now_ns();
-    uint64_t next = UINT64_MAX;
-    for (auto &[id, job] : jobs_) {
-      if (job->published || !job->deadline_ns) continue;
-      if (job->deadline_ns <= now) {
-        job->close(KVX_CUT);
-        publish_if_done(*job);
-      } else {
-        next = std::min(next, job->deadline_ns);
-      }
-    }
+    close_expired(now);
+    uint64_t next = deadlines_.empty() ? UINT64_MAX : deadlines_.begin()->first;
     if (config_.io_timeout_ns) {
       give_up_slow_calls(now);
       // A call is noticed within a quarter of the timeout: no need to be woken for each.
@@ -264,6 +286,7 @@ void Core::fail_queued(uint8_t status) {
     for (auto &job : queue) {
       job->drop_untaken(status);
       publish_if_done(*job);
+      bury(std::move(job));
     }
     queue.clear();
   }
@@ -296,7 +319,11 @@ int Core::submit(const kvx_job &request) {
     job->close(KVX_CUT);
   } else {
     queue_[job->direction].push_back(job);
-    if (job->deadline_ns) monitor_wake_.notify_one();
+    if (job->deadline_ns) {
+      job->timer = deadlines_.emplace(job->deadline_ns, job.get());
+      job->timed = true;
+      if (job->timer == deadlines_.begin()) monitor_wake_.notify_one();
+    }
     job->num_chunks() > 1 ? work_.notify_all() : work_.notify_one();
   }
   publish_if_done(*job);
@@ -369,31 +396,50 @@ int Core::cancel(uint64_t job_id) {
   return 0;
 }
 
+// No thread runs a chunk except in a call. Those in a call are given up.
+bool Core::quiet() {
+  bool all = true;
+  for (Worker &worker : workers_) {
+    const bool in_call = worker.call_started.load(std::memory_order_acquire) != 0;
+    if (worker.job && !worker.lost && in_call) mark_lost(&worker);
+    all &= worker.exited || (worker.lost && in_call);
+  }
+  return all;
+}
+
 int Core::shutdown(uint64_t timeout_ns) {
+  std::vector<std::shared_ptr<Job>> dead;  // destroyed after the lock
+  std::thread monitor;
   std::unique_lock<std::mutex> lock(mutex);
+  if (stopping_) {  // somebody else is at it, or was
+    idle_.wait_until(lock, after(timeout_ns), [&] { return shut_; });
+    reap();
+    return static_cast<int>(workers_.size());
+  }
   stopping_ = true;
   fail_queued(KVX_CANCELLED);
   idle_.wait_until(lock, after(timeout_ns), [&] { return busy_ == 0; });
-  for (Worker &worker : workers_)
-    if (worker.job && !worker.lost) mark_lost(&worker);
   stopped_ = true;
+  // From here on no gate opens and no write starts. A copy under way ends by itself, and counts.
+  for (auto &[id, job] : jobs_) {
+    if (!job->published) job->close(KVX_CANCELLED);
+    publish_if_done(*job);
+  }
   work_.notify_all();
   monitor_wake_.notify_all();
-  if (monitor_.joinable()) {
+  monitor = std::move(monitor_);
+  while (!quiet()) idle_.wait_for(lock, std::chrono::milliseconds(5));
+  if (monitor.joinable()) {
     lock.unlock();
-    monitor_.join();
+    monitor.join();
     lock.lock();
   }
-  // What isn't in a call leaves at once; a copy under way ends by itself. Only threads in a call may stay for
-  // ever.
-  const auto gone = [](const Worker &w) {
-    return w.exited || (w.lost && w.call_started.load(std::memory_order_acquire));
-  };
-  while (!std::all_of(workers_.begin(), workers_.end(), gone))
-    idle_.wait_for(lock, std::chrono::milliseconds(10));
   reap();
   for (Worker &worker : workers_)
     if (worker.thread.joinable()) worker.thread.detach();
+  shut_ = true;
+  idle_.notify_all();
+  dead.swap(buried_);
   return static_cast<int>(workers_.size());
 }
 

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -48,6 +49,8 @@ class Job : public std::enable_shared_from_this<Job> {
   // ---- guarded by the engine's mutex ----
   uint32_t next = 0;  // first chunk that no thread has taken
   bool published = false;
+  bool timed = false;  // `timer` is its place among the deadlines
+  std::multimap<uint64_t, Job *>::iterator timer;
   uint64_t elapsed_ns = 0;
   uint64_t result_bytes = 0;
   uint32_t num_ok = 0;

@@ -230,7 +230,7 @@ KVX_API int kvx_scatter(const kvx_mapping *mapping, const int64_t *block_ids, ui
 typedef struct kvx_engine kvx_engine;
 
 typedef struct kvx_engine_config {
-  uint32_t threads;          /* >= 1; stores may occupy all but a quarter of them, loads all */
+  uint32_t threads;          /* >= 1; stores leave a quarter of them (at least one) to loads */
   uint32_t max_lost_threads; /* threads whose call never returned that may be replaced */
   uint64_t io_timeout_ns;    /* a call running longer is given up as KVX_LOST; 0: never */
   uint64_t read_piece_bytes; /* reads are cut into pieces of about this size, on segment boundaries */
@@ -301,8 +301,9 @@ KVX_API int kvx_engine_poll(kvx_engine *engine, int direction, kvx_result *resul
  * NULL) of a polled job. */
 KVX_API int kvx_engine_details(kvx_engine *engine, uint64_t job_id, uint8_t *status, kvx_chunk_error *errors);
 KVX_API void kvx_engine_forget(kvx_engine *engine, uint64_t job_id);
-/* A chunk of an earlier result was KVX_LOST and its last call has returned now: its slot may be reused.
- * Takes one such (job_id, chunk index): 1, or 0 if none. */
+/* A chunk of an earlier result was KVX_LOST and its last call has returned now: its slot may be reused. Take
+ * these before polling results, or else one may be of a job whose result was not polled yet. Takes one such
+ * (job_id, chunk index): 1, or 0 if none. */
 KVX_API int kvx_engine_late(kvx_engine *engine, uint64_t *job_id, uint32_t *chunk);
 /* Blocks until a job of a direction in `mask` (1 << direction) can be polled, a late chunk can be taken (with
  * the store bit), kvx_engine_wake() was called, or timeout_ns passed. 1 if woken, 0 on timeout. */
@@ -311,10 +312,11 @@ KVX_API void kvx_engine_wake(kvx_engine *engine);
 /* Blocks until every chunk of a store job has been gathered (its source blocks may be reused), whatever its
  * outcome. 1; 0 on timeout; -ENOENT where the job isn't known. */
 KVX_API int kvx_engine_wait_gathered(kvx_engine *engine, uint64_t job_id, uint64_t timeout_ns);
-/* Closes the job's gate now: chunks not yet done become KVX_CANCELLED; the result follows at once. */
+/* Closes the job's gate now: chunks not yet done become KVX_CANCELLED (KVX_LOST under a write that has not
+ * returned); the result follows at once, or when a copy under way is done. */
 KVX_API int kvx_engine_cancel(kvx_engine *engine, uint64_t job_id);
-/* Cancels what is queued, gives calls under way until timeout_ns, then gives those up as lost. Results can
- * still be polled. Returns the number of threads left behind (>= 0). */
+/* Cancels what is queued, gives calls under way until timeout_ns, then gives those up. Results can still be
+ * polled. May be called by several threads, and again. Returns the number of threads left behind (>= 0). */
 KVX_API int kvx_engine_shutdown(kvx_engine *engine, uint64_t timeout_ns);
 KVX_API void kvx_engine_free(kvx_engine *engine); /* after shutdown */
 

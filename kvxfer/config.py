@@ -60,7 +60,7 @@ class StoreConfig:
     capacity_bytes: int = 64 << 30
     slab_bytes: int | None = None  # largest size of one preallocated file
     max_files: int = 4096
-    io: str = "auto"  # auto | posix
+    io: str = "auto"  # backend of the engine's jobs: auto (the best there is) | posix, so far the only one
     direct: str = "auto"  # O_DIRECT: auto (where it works) | on (or refuse to open) | off
     index_map_bytes: int | None = None  # cap of the index file; None: a share of the capacity
 
@@ -163,7 +163,7 @@ class EngineConfig:
         ConfigError: a value cannot work; names the value and what is allowed.
     """
 
-    io_threads: int = 8
+    io_threads: int = 8  # threads of its jobs: each converts and does I/O. Store.open(writers=...) should be as many
     io_timeout_s: float = 30.0  # a storage call that runs longer is given up and its thread replaced
     max_lost_threads: int = 8  # given-up threads that are replaced; past that the tier is off
     max_queued_store_chunks: int = 4096  # further stores are dropped and counted

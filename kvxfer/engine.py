@@ -22,10 +22,10 @@ from numpy.typing import ArrayLike
 from kvxfer.config import EngineConfig
 from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages
-from kvxfer.errors import ConfigError, EngineClosed, ForkError, LayoutError, NativeError, StoreError
-from kvxfer.jobs import LOAD, NS, STORE, JobRunner, Status
+from kvxfer.errors import ConfigError, EngineClosed, LayoutError, StoreError
+from kvxfer.jobs import LOAD, STORE, JobRunner, Status, check_process, nanoseconds
 from kvxfer.keys import Namespace, check_key
-from kvxfer.results import PendingJob, TransferResult, block_table, fail_all, refuse_repeated
+from kvxfer.results import PendingJob, TransferResult, block_table, refuse_repeated
 from kvxfer.store import Entry, Store
 from kvxfer.writer import StoreWriter
 
@@ -74,6 +74,12 @@ class TransferEngine:
             raise LayoutError(
                 f"the namespace has blocks_per_chunk={namespace.blocks_per_chunk}, the mappings {slot.blocks_per_chunk}"
             )
+        for p in pages:
+            if p.mapping.topology is not None and p.mapping.topology != namespace.topology:
+                raise LayoutError(
+                    f"the bytes depend on the mappings' topology {p.mapping.topology!r}; the namespace has "
+                    f"topology={namespace.topology!r}"
+                )
         held = set(itertools.chain.from_iterable(p.mapping.segments for p in pages))
         self._holds_all = len(held) == slot.num_segments
         self._pages = tuple(pages)  # keeps the memory under the handles
@@ -91,7 +97,7 @@ class TransferEngine:
         )
         native_ids = itertools.count(1)
         self._native_ids = native_ids
-        self._writer = StoreWriter(store, self.digest, slot, self._runner, self._handles, native_ids, self._end_store)
+        self._writer = StoreWriter(store, self.digest, slot, self._runner, self._handles, native_ids, self._publish)
         self._lock = threading.Lock()  # guards what follows; never held across a call that can block
         self._published = threading.Condition(self._lock)
         self._open: dict[int, PendingJob] = {}  # accepted, no result yet
@@ -157,51 +163,27 @@ class TransferEngine:
             LayoutError: ids out of range, repeated or of another shape.
             EngineClosed, ForkError
         """
-        if recompute_tokens_per_s is not None:
-            if not recompute_tokens_per_s > 0:
-                raise ConfigError(f"recompute_tokens_per_s={recompute_tokens_per_s} must be positive")
-            now = time.monotonic()
-            worth = now + len(keys) * self._tokens_per_chunk / recompute_tokens_per_s
-            deadline = worth if deadline is None else min(deadline, worth)
+        deadline_ns = self._deadline_ns(deadline, recompute_tokens_per_s, len(keys))
         job = self._accept(job_id, keys, block_ids, LOAD)
         if job is None:
             return
+        entries: list[Entry | None] = []
         try:
-            pinned = self._store.pin(self.digest, job.keys)
-        except StoreError as exc:  # closed under the engine
-            log.warning("load %d could not be started: %s", job_id, exc)
-            fail_all(job, range(len(job.keys)), Status.CANCELLED)
-            self._publish(job, LOAD)
-            return
-        entries: list[Entry] = []
-        for i, entry in enumerate(pinned):
-            if entry is None:
-                job.miss(i)
-            else:
-                job.index.append(i)
-                entries.append(entry)
-        if not entries:
-            self._publish(job, LOAD)
-            return
-        job.native_id = next(self._native_ids)
-        with self._lock:
-            self._loads[job.native_id] = (job, entries)
-        records = b"".join([entry.record for entry in entries])
-        ids = job.block_ids if len(entries) == len(job.keys) else job.block_ids[job.index]
-        deadline_ns = 0 if deadline is None else max(1, int(deadline * NS))
-        try:
-            self._runner.submit(job.native_id, LOAD, self._handles, records, ids, self.digest, deadline_ns=deadline_ns)
-        except NativeError as exc:  # shut down meanwhile, or no memory: the job was accepted, so it gets its result
+            entries = self._store.pin(self.digest, job.keys)
+            self._start_load(job, entries, deadline_ns)
+        except (
+            Exception
+        ) as exc:  # a store that was closed, a runner that was shut down, no memory: the job was accepted
             log.warning("load %d could not be started: %s", job_id, exc)
             with self._lock:
-                del self._loads[job.native_id]
+                self._loads.pop(job.native_id, None)
             self._store.unpin(entries)
-            fail_all(job, job.index, Status.CANCELLED)
-            self._publish(job, LOAD)
+            job.fail_rest(Status.CANCELLED)
+            self._publish(job)
 
     def poll(self) -> list[TransferResult]:
         """Results published since the last call, each once. Never blocks."""
-        self._check_process()
+        check_process(self._pid, "engine")
         self._settle_loads()
         with self._lock:
             results = list(self._results.values())
@@ -210,7 +192,7 @@ class TransferEngine:
 
     def wait(self, job_ids: Iterable[int], timeout: float | None = None) -> dict[int, TransferResult]:
         """Take the results of these jobs, waiting up to `timeout` seconds. Those not finished by then are left out."""
-        self._check_process()
+        check_process(self._pid, "engine")
         wanted = set(job_ids)
         self._wait_until(lambda: not wanted & self._open.keys(), timeout)
         with self._lock:
@@ -218,7 +200,7 @@ class TransferEngine:
 
     def wait_gathered(self, job_id: int, timeout: float) -> bool:
         """Wait until a store's blocks may be reused, at most `timeout` seconds. True also for jobs that have ended."""
-        self._check_process()
+        check_process(self._pid, "engine")
         end = time.monotonic() + timeout
         while True:
             with self._lock:
@@ -234,26 +216,40 @@ class TransferEngine:
                 time.sleep(min(0.001, left))
 
     def cancel(self, job_id: int) -> None:
-        """End a running job now with what has arrived; nothing is written to its pages after its result."""
+        """End a job now with what has arrived; nothing is written to its pages after its result.
+
+        A store that the service thread is planning, or that waits for another job to write its chunks, goes on.
+        """
+        check_process(self._pid, "engine")
         with self._lock:
             job = self._open.get(job_id)
-        if job is not None and job.native_id:
+            queued = job in self._queue
+            if job is not None and queued:
+                self._queue.remove(job)
+        if job is None:
+            return
+        if queued:
+            job.fail_rest(Status.CANCELLED)
+            self._publish(job)
+        elif job.native_id:
             self._runner.cancel(job.native_id)
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until every accepted job has a result. False if `timeout` seconds did not suffice."""
-        self._check_process()
+        check_process(self._pid, "engine")
         return self._wait_until(lambda: not self._open, timeout)
 
     def shutdown(self, timeout: float | None = None) -> int:
         """Stop. What is queued is cancelled; calls under way get `timeout` seconds (default: shutdown_timeout_s).
 
-        Every accepted job has its result afterwards; `poll` still gives them.
+        The service thread gets as long again if it is in a call of its own. Every accepted job has its result after
+        this; `poll` still gives them. A slot under a write that has not returned is out of use until the store is
+        opened again.
 
         Returns:
             Threads left behind in calls that never returned, each with its staging.
         """
-        self._check_process()
+        check_process(self._pid, "engine")
         with self._lock:
             if self._closing:
                 return 0
@@ -269,13 +265,14 @@ class TransferEngine:
                 abandoned = list(self._open.values())
             for job in abandoned:
                 job.fail_rest(Status.LOST)
-                self._publish(job, STORE)
+                self._publish(job)
         if left:
             log.warning("shutdown left %d threads in calls that have not returned", left)
         return left
 
     def stats(self) -> dict[str, int]:
         """Counters of the native runner (kvx_stats) and of the engine, by name."""
+        check_process(self._pid, "engine")
         with self._lock:
             mine = {
                 "stores_dropped": self._dropped_chunks[STORE],
@@ -301,7 +298,7 @@ class TransferEngine:
 
     def _accept(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int) -> PendingJob | None:
         """Check a job and take it on. None where the queue is full: it has ended already."""
-        self._check_process()
+        check_process(self._pid, "engine")
         ids = block_table(block_ids, len(keys), self._blocks_per_chunk, self._blocks)
         if direction == LOAD:
             refuse_repeated(ids)
@@ -309,7 +306,7 @@ class TransferEngine:
                 raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
         elif len(keys) and (empty := (ids < 0).all(axis=1)).any():
             raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
-        job = PendingJob(job_id, tuple(map(check_key, keys)), ids)
+        job = PendingJob(job_id, direction, tuple(map(check_key, keys)), ids)
         limit = self.config.max_queued_load_chunks if direction == LOAD else self.config.max_queued_store_chunks
         with self._lock:
             if self._closing:
@@ -321,17 +318,42 @@ class TransferEngine:
             self._queued_chunks[direction] += len(keys)
             self._dropped_chunks[direction] += len(keys) if dropped else 0
         if dropped or not keys:
-            fail_all(job, range(len(keys)), Status.DROPPED)
-            self._publish(job, direction)
+            job.fail_rest(Status.DROPPED)
+            self._publish(job)
             return None
         return job
 
-    def _publish(self, job: PendingJob, direction: int) -> None:
+    def _deadline_ns(self, deadline: float | None, tokens_per_s: float | None, num_keys: int) -> int:
+        """For csrc: 0 is none."""
+        if tokens_per_s is not None:
+            if not tokens_per_s > 0:
+                raise ConfigError(f"recompute_tokens_per_s={tokens_per_s} must be positive")
+            worth = time.monotonic() + num_keys * self._tokens_per_chunk / tokens_per_s
+            deadline = worth if deadline is None else min(deadline, worth)
+        return 0 if deadline is None else max(1, nanoseconds(deadline))
+
+    def _start_load(self, job: PendingJob, entries: list[Entry | None], deadline_ns: int) -> None:
+        """Hand what is there of a load to the runner; `entries` are pinned, one a key."""
+        found = [entry for entry in entries if entry is not None]
+        job.index = [i for i, entry in enumerate(entries) if entry is not None]
+        for _ in range(len(entries) - len(found)):
+            job.miss()
+        if not found:
+            self._publish(job)
+            return
+        job.native_id = next(self._native_ids)
+        with self._lock:
+            self._loads[job.native_id] = (job, found)
+        records = b"".join([entry.record for entry in found])
+        ids = job.block_ids if len(found) == len(entries) else job.block_ids[job.index]
+        self._runner.submit(job.native_id, LOAD, self._handles, records, ids, self.digest, deadline_ns=deadline_ns)
+
+    def _publish(self, job: PendingJob) -> None:
         result = job.result()
         with self._lock:
             if self._open.get(job.job_id) is not job:
                 return  # a shutdown did not wait for it
-            self._queued_chunks[direction] -= len(job.keys)
+            self._queued_chunks[job.direction] -= len(job.keys)
             del self._open[job.job_id]
             self._results[job.job_id] = result
             self._published.notify_all()
@@ -348,9 +370,6 @@ class TransferEngine:
             if end is not None and time.monotonic() >= end:
                 return False
 
-    def _end_store(self, job: PendingJob) -> None:
-        self._publish(job, STORE)
-
     def _settle_loads(self) -> None:
         """Unpin and publish loads that have ended. Called by whoever comes first: a poll or the service thread."""
         if not self._settling.acquire(blocking=False):
@@ -364,7 +383,7 @@ class TransferEngine:
                         self._store.invalidate(entries[error.chunk], error.status.name.lower())
                 self._store.unpin(entries)
                 job.take(outcome, [entry.slab.name for entry in entries] if outcome.errors else ())
-                self._publish(job, LOAD)
+                self._publish(job)
         finally:
             self._settling.release()
 
@@ -378,22 +397,16 @@ class TransferEngine:
             try:
                 self._settle_loads()
                 self._writer.settle()
+                with suppress(StoreError):  # closed under the engine: jobs still end, as misses
+                    self._store.maintain()
             except Exception:  # a defect: whatever it is, the thread must go on, or no job would ever end again
                 log.exception("the service thread met an error it did not expect")
             for job in queued:
                 if closing:
-                    self._writer.cancel(job)
+                    job.fail_rest(Status.CANCELLED)
+                    self._publish(job)
                 else:
                     self._writer.start(job)
-            with suppress(StoreError):  # closed under the engine: jobs still end, as misses
-                self._store.maintain()
             with self._lock:
                 if closing and not self._queue and not self._open:
                     return
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkError(
-                f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork of it and has none of "
-                "its threads: open a store and an engine after the fork"
-            )

@@ -18,10 +18,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import _native
-from kvxfer.errors import ForkError, NativeError
+from kvxfer.errors import ConfigError, ForkError, NativeError
 
 STORE, LOAD = _native.STORE, _native.LOAD
 NS = 1_000_000_000
+
+
+MOST_NS = 1 << 62
+
+
+def nanoseconds(seconds: float) -> int:
+    """For csrc: 0 for what has passed already, some 146 years for infinity.
+
+    Raises:
+        ConfigError: not a number.
+    """
+    if seconds != seconds:
+        raise ConfigError("a time of nan seconds")
+    return 0 if seconds <= 0 else int(min(seconds, MOST_NS / NS) * NS)
 
 
 class Status(IntEnum):
@@ -120,7 +134,7 @@ class JobRunner:
         config = _native.EngineConfigStruct(
             threads=threads,
             max_lost_threads=max_lost_threads,
-            io_timeout_ns=int(io_timeout_s * NS),
+            io_timeout_ns=nanoseconds(io_timeout_s),
             read_piece_bytes=read_piece_bytes,
         )
         handle = C.c_void_p()
@@ -155,7 +169,13 @@ class JobRunner:
         Raises:
             NativeError: a block id out of range, or the runner was shut down.
         """
-        self._check_process()
+        check_process(self._pid, "engine")
+        if len(records) != len(block_ids) * C.sizeof(_native.Chunk) or len(digest) != 32:
+            raise NativeError(
+                f"{len(records)} bytes of records and {len(digest)} of digest for {len(block_ids)} chunks"
+            )
+        if block_ids.dtype != np.int64 or not block_ids.flags.c_contiguous:
+            raise NativeError("block_ids must be contiguous int64")
         handles = (C.c_void_p * len(parts))(*parts)
         job = _native.Job(
             job_id=job_id,
@@ -173,7 +193,7 @@ class JobRunner:
 
     def poll(self, direction: int) -> JobOutcome | None:
         """One finished job, or None. Never blocks."""
-        self._check_process()
+        check_process(self._pid, "engine")
         result = _native.Result()
         if self._lib.kvx_engine_poll(self._handle, direction, C.byref(result)) != 1:
             return None
@@ -197,7 +217,7 @@ class JobRunner:
     def wait(self, directions: Sequence[int], timeout_s: float) -> bool:
         """Block until a job of one of the directions can be polled, or (with STORE) `wake()` was called."""
         mask = sum(1 << d for d in directions)
-        return bool(self._lib.kvx_engine_wait(self._handle, mask, int(timeout_s * NS)))
+        return bool(self._lib.kvx_engine_wait(self._handle, mask, nanoseconds(timeout_s)))
 
     def wake(self) -> None:
         """End the `wait` of whoever waits for stores."""
@@ -205,15 +225,17 @@ class JobRunner:
 
     def wait_gathered(self, job_id: int, timeout_s: float) -> bool | None:
         """Block until a store's source blocks may be reused. None where the job isn't known (any more)."""
-        answer = self._lib.kvx_engine_wait_gathered(self._handle, job_id, int(timeout_s * NS))
+        answer = self._lib.kvx_engine_wait_gathered(self._handle, job_id, nanoseconds(timeout_s))
         return None if answer < 0 else bool(answer)
 
     def cancel(self, job_id: int) -> None:
         """Close the job's gate now; its result follows at once. Unknown ids are ignored."""
+        check_process(self._pid, "engine")
         self._lib.kvx_engine_cancel(self._handle, job_id)
 
     def stats(self) -> dict[str, int]:
         """The kvx_stats counters by name."""
+        check_process(self._pid, "engine")
         raw = _native.Stats()
         self._lib.kvx_engine_stats(self._handle, C.byref(raw))
         return {name: getattr(raw, name) for name, *_ in _native.Stats._fields_}
@@ -224,19 +246,21 @@ class JobRunner:
         Returns:
             Threads left behind in calls that have not returned.
         """
-        return int(self._lib.kvx_engine_shutdown(self._handle, int(timeout_s * NS)))
+        return int(self._lib.kvx_engine_shutdown(self._handle, nanoseconds(timeout_s)))
 
     def abandon(self) -> None:
         """`shutdown` without waiting, for a process that ends; nothing in a forked child."""
         if os.getpid() == self._pid:
             self.shutdown(0)
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkError(
-                f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork of it and has none of "
-                "its threads: open a store and an engine after the fork"
-            )
+
+def check_process(pid: int, what: str) -> None:
+    """Raises ForkError in a fork of the process `pid`, which opened `what`."""
+    if os.getpid() != pid:
+        raise ForkError(
+            f"this {what} belongs to process {pid}; process {os.getpid()} is a fork of it and has none of its threads: "
+            "open a store and an engine after the fork"
+        )
 
 
 # At exit threads are stopped but handles stay: another thread may be inside a call.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -34,18 +34,20 @@ class PendingJob:
     """An accepted job. One thread at a time works on it; it ends when every key has an answer."""
 
     job_id: int
+    direction: int  # jobs.STORE or jobs.LOAD
     keys: Sequence[bytes]
     block_ids: NDArray[np.int64]  # [num_keys, blocks_per_chunk]
     started: float = field(default_factory=time.monotonic)
     native_id: int = 0  # once it was handed to the runner
     index: list[int] = field(default_factory=list)  # native chunk -> key
     unanswered: int = -1  # keys; counted down by arrive() and fail()
-    _bits: int = 0
+    _arrived: bytearray = field(default_factory=bytearray)  # [num_keys]
     _nbytes: int = 0
     _errors: list[ChunkError] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.unanswered = len(self.keys)
+        self._arrived = bytearray(len(self.keys))
 
     def masks(self) -> list[int]:
         """For each key the set of its blocks that are present: bit b is block b of the chunk."""
@@ -54,7 +56,7 @@ class PendingJob:
 
     def arrive(self, key: int) -> None:
         """Set the bit of a key."""
-        self._bits |= 1 << key
+        self._arrived[key] = 1
         self.unanswered -= 1
 
     def fail(self, key: int, status: Status) -> None:
@@ -62,8 +64,8 @@ class PendingJob:
         self._errors.append(ChunkError(key, status))
         self.unanswered -= 1
 
-    def miss(self, key: int) -> None:
-        """The store does not have the key: its bit stays unset, and that is all there is to say."""
+    def miss(self) -> None:
+        """The store does not have a key: its bit stays unset, and that is all there is to say."""
         self.unanswered -= 1
 
     def take(self, outcome: JobOutcome, where: Sequence[str]) -> None:
@@ -77,20 +79,22 @@ class PendingJob:
 
     def withdraw(self, key: int, status: Status) -> None:
         """Take back a bit that was set."""
-        self._bits &= ~(1 << key)
+        self._arrived[key] = 0
         self._errors.append(ChunkError(key, status))
 
-    def fail_rest(self, status: Status) -> bool:
-        """Answer every key that has no answer yet; False where there was none."""
-        known = self._bits | sum(1 << error.chunk for error in self._errors)
-        rest = [key for key in range(len(self.keys)) if not known >> key & 1] if self.unanswered > 0 else []
-        fail_all(self, rest, status)
-        return bool(rest)
+    def fail_rest(self, status: Status) -> None:
+        """Answer every key that has no answer yet. (Keys that were missed are named with the rest.)"""
+        if self.unanswered <= 0:
+            return
+        failed = {error.chunk for error in self._errors}
+        for key, arrived in enumerate(self._arrived):
+            if not arrived and key not in failed:
+                self.fail(key, status)
 
     def result(self) -> TransferResult:
         """The result as things stand."""
         errors = tuple(sorted(self._errors, key=lambda error: error.chunk))
-        bitmap = CompletionBitmap(len(self.keys), self._bits)
+        bitmap = CompletionBitmap.from_bools(self._arrived)
         return TransferResult(self.job_id, bitmap, self._nbytes, time.monotonic() - self.started, errors)
 
 
@@ -105,6 +109,8 @@ def block_table(block_ids: ArrayLike, num_keys: int, blocks_per_chunk: int, num_
         raise LayoutError(f"block_ids are {raw.dtype}, want integers")
     if raw.shape not in ((num_keys, blocks_per_chunk), (num_keys * blocks_per_chunk,)):
         raise LayoutError(f"block_ids have shape {raw.shape}, want ({num_keys}, {blocks_per_chunk})")
+    if raw.dtype.kind == "u" and raw.size and (most := int(raw.max())) >= num_blocks:  # it may not fit into int64
+        raise LayoutError(f"block id {most} must be in 0..{num_blocks - 1}, or -1 for an absent block")
     ids = np.array(raw, dtype=np.int64, order="C").reshape(num_keys, blocks_per_chunk)
     if wrong := ids[(ids < -1) | (ids >= num_blocks)].tolist():
         raise LayoutError(f"block id {wrong[0]} must be in 0..{num_blocks - 1}, or -1 for an absent block")
@@ -116,9 +122,3 @@ def refuse_repeated(block_ids: NDArray[np.int64]) -> None:
     present = np.sort(block_ids[block_ids >= 0])
     if len(twice := present[1:][present[1:] == present[:-1]]):
         raise LayoutError(f"block {twice[0]} is named twice: which bytes it ends with would be left to chance")
-
-
-def fail_all(job: PendingJob, keys: Iterable[int], status: Status) -> None:
-    """`job.fail` for several keys."""
-    for key in keys:
-        job.fail(key, status)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvxfer.errors import KvxferError
 from kvxfer.jobs import STORE, JobOutcome, JobRunner, Status
-from kvxfer.results import PendingJob, fail_all
+from kvxfer.results import PendingJob
 from kvxfer.slot import SlotLayout
 from kvxfer.store import Reservation, Store
 
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 class _Write:
     """A key under way to the store, and which other chunks wait for it."""
 
+    job: PendingJob
     mask: int
     waiters: list[tuple[PendingJob, int]] = field(default_factory=list)
 
@@ -54,20 +55,15 @@ class StoreWriter:
         self._writes: dict[bytes, _Write] = {}
         self._lost: dict[tuple[int, int], Reservation] = {}  # slots under writes that have not returned
 
-    @property
-    def idle(self) -> bool:
-        """No store is under way."""
-        return not self._flights
-
     def start(self, job: PendingJob) -> None:
         """Start a job: whatever of it has to be written is handed to the runner."""
         try:
             self._plan(job)
         except Exception as exc:  # whatever it is, the job was accepted, so it must end, and the thread must go on
-            expected = isinstance(exc, KvxferError)  # such as a store that was closed under the engine
-            log.warning("a store could not be planned: %s", exc, exc_info=None if expected else exc)
-            if job.fail_rest(Status.INDEX):
-                self._finished(job)
+            _report("a store could not be planned", exc)
+            mine = [key for key, write in self._writes.items() if write.job is job]
+            job.fail_rest(Status.INDEX)
+            self._resolve(job, dict.fromkeys(mine, Status.INDEX))
 
     def _plan(self, job: PendingJob) -> None:
         masks = job.masks()
@@ -76,7 +72,7 @@ class StoreWriter:
             if self._store.contains(self._digest, key, masks[i]):
                 job.arrive(i)
             elif (write := self._writes.get(key)) is None:
-                self._writes[key] = _Write(masks[i])
+                self._writes[key] = _Write(job, masks[i])
                 todo.append(i)
             elif masks[i] & ~write.mask:
                 job.fail(i, Status.DROPPED)  # fewer of its blocks are on their way just now
@@ -89,10 +85,10 @@ class StoreWriter:
 
     def settle(self) -> None:
         """Commit what the runner has finished, and take back slots whose lost writes have returned."""
+        late = list(self._runner.late())  # before the results, so that each is of a job whose result is known
         while (outcome := self._runner.poll(STORE)) is not None:
             self._land(self._flights.pop(outcome.job_id), outcome)
-        for lost in self._runner.late():
-            self._store.release([self._lost.pop(lost)])
+        self._store.release([self._lost.pop(which) for which in late])
 
     def _submit(self, job: PendingJob, todo: list[int], masks: list[int]) -> None:
         slots: list[Reservation] = []
@@ -107,8 +103,8 @@ class StoreWriter:
                 self._runner.submit(native, STORE, self._handles, records, ids, self._digest)
                 self._flights[native] = _Flight(job, slots, masks)
                 job.native_id = native
-        except KvxferError as exc:  # the index, a new slab, or a runner that was shut down
-            log.warning("a store of %d chunks could not be started: %s", len(todo), exc)
+        except Exception as exc:  # a runner that was shut down, no memory: slots and waiting keys must not stay behind
+            _report(f"a store of {len(todo)} chunks could not be started", exc)
             self._store.release(slots)
             job.index, status = [], Status.INDEX
         for i in todo[len(job.index) :]:
@@ -120,12 +116,13 @@ class StoreWriter:
         job.take(outcome, [slot.slab.name for slot in slots])
         written = [n for n, status in enumerate(outcome.status) if status == Status.OK]
         items = [(job.keys[job.index[n]], slots[n], flight.masks[job.index[n]]) for n in written]
+        unused: list[Reservation] = []
         try:
             committed = dict(zip(written, self._store.commit(self._digest, items), strict=True))
-        except KvxferError as exc:  # the store was closed under the engine
-            log.warning("%d written chunks could not be committed: %s", len(items), exc)
+        except Exception as exc:  # a store that was closed, no memory: the job must end all the same
+            _report(f"{len(items)} written chunks could not be committed", exc)
             committed = dict.fromkeys(written, False)
-        unused: list[Reservation] = []
+            unused = [slots[n] for n in written]
         answers: dict[bytes, Status] = {}
         for n, i in enumerate(job.index):
             status = Status(int(outcome.status[n]))
@@ -134,7 +131,7 @@ class StoreWriter:
                 self._store.quarantine(slots[n])
             elif status is not Status.OK:
                 unused.append(slots[n])
-            elif not committed[n]:  # commit gave the slot back
+            elif not committed[n]:
                 status = Status.INDEX
                 job.withdraw(i, status)
             answers[job.keys[i]] = status
@@ -155,7 +152,7 @@ class StoreWriter:
             if not each.unanswered:
                 self._finished(each)
 
-    def cancel(self, job: PendingJob) -> None:
-        """End a job that was never planned."""
-        fail_all(job, range(len(job.keys)), Status.CANCELLED)
-        self._finished(job)
+
+def _report(what: str, exc: Exception) -> None:
+    """Errors of our own are said; others are defects, and leave their trace."""
+    log.warning("%s: %s", what, exc, exc_info=None if isinstance(exc, KvxferError) else exc)

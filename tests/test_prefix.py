@@ -120,6 +120,12 @@ def test_the_last_window_before_the_cut_must_have_arrived(missing: Any, window: 
     assert (result.usable_tokens, result.recompute_tokens) == (usable, 640 - usable)
 
 
+def test_blocks_of_one_token() -> None:
+    gap = GroupHits(bitmap=without(2, 0), tokens_per_block=1, kind=Kind.SLIDING_WINDOW, window=2)
+    assert usable_prefix([gap], prompt_tokens=2).usable_tokens == 0
+    assert usable_prefix([gap], prompt_tokens=3).usable_tokens == 2
+
+
 def test_windows_that_cross_chunks() -> None:
     """Chunks of 64 tokens; a cut at 112 with a window of 50 looks back to 63, in the first of them."""
     hits = {"prompt_tokens": 120, "tokens_per_block": 16, "blocks_per_chunk": 4}

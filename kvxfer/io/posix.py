@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -36,6 +37,8 @@ class PosixFuture(IOFuture):
 class PosixFile(IOFile):
     """A file whose descriptor closes when the last transfer on it has returned, jobs' in csrc included.
 
+    Takes over `fd`: where a file cannot be made of it, it is closed.
+
     `handle` is the address of its kvx_file, for kvx_chunk records, `fd` its descriptor: both are valid until `close`.
     """
 
@@ -44,10 +47,13 @@ class PosixFile(IOFile):
         self._pool = pool
         self._users = threading.Lock()
         self._running = 1  # this object; each transfer of its own adds one
-        handle = _native.lib().kvx_file_adopt(fd, os.fsencode(label), int(direct))
-        if not handle:
+        try:
+            handle = _native.lib().kvx_file_adopt(fd, os.fsencode(label), int(direct))
+            if not handle:
+                raise IOFault(errno.ENOMEM, "no memory for an open file", label)
+        except BaseException:
             sys_close(fd)
-            raise IOFault(12, "no memory for an open file", label)
+            raise
         self._handle: int = handle
         self._open = True
 

@@ -1,5 +1,9 @@
-"""The calls on a store's small files, over libkvx's table of system calls, so that every one of them can be made to
-fail in tests. All raise IOFault."""
+"""The calls with which a store opens, moves, syncs, names and removes its files, over libkvx's table of system calls, so
+that each of them can be made to fail in tests. All raise IOFault.
+
+Not in the table, and so Python's own: looking (stat, listing a directory, whether a path is there) and removing an empty
+directory; LMDB's calls on its file are its own.
+"""
 
 from __future__ import annotations
 

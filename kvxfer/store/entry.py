@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 # kvx_chunk: file, slot_offset, generation, key_bytes, reserved, key zero-filled.
 _CHUNK = struct.Struct("=QQQII64s")
-CHUNK_BYTES = _CHUNK.size
 
 
 class Entry:
@@ -35,11 +34,6 @@ class Entry:
         self.record = b""  # its kvx_chunk; made by the first pin, valid while pinned
 
     @property
-    def label(self) -> str:
-        """The slab's name, for errors."""
-        return self.slab.name
-
-    @property
     def slot_offset(self) -> int:
         """Where its slot starts in the slab."""
         return self.slab.slot_offset(self.slot)
@@ -57,7 +51,7 @@ class SlotState(Enum):
 
 
 class Reservation:
-    """A slot that is the caller's to write, until it is committed or released."""
+    """A slot that is the caller's to write, until it is committed or released. Its slab stays open for so long."""
 
     __slots__ = ("generation", "slab", "slot", "state")
 
@@ -66,16 +60,6 @@ class Reservation:
         self.slot = slot
         self.generation = generation
         self.state = SlotState.RESERVED
-
-    @property
-    def label(self) -> str:
-        """The slab's name, for errors."""
-        return self.slab.name
-
-    @property
-    def handle(self) -> int:
-        """Address of the slab's kvx_file."""
-        return self.slab.handle
 
     @property
     def slot_offset(self) -> int:

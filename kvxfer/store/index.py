@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import lmdb
 
 from kvxfer.errors import IOFault
-from kvxfer.io.system import read_small, replace_file, sys_mkdir, sys_unlink
+from kvxfer.io.system import read_small, replace_file, sync_directory, sys_mkdir, sys_unlink
 from kvxfer.slot import MAX_KEY_BYTES
 from kvxfer.store.entry import Entry
 from kvxfer.store.report import reporter
@@ -122,6 +122,8 @@ class Index:
         self.living: Callable[[], Iterable[IndexRecord]] = tuple  # what it must name: written anew from that
         self._env: Any = None
         self._broken = False
+        self._marked = False  # state.json says no more that the index is whole: it may be written
+        self._closed = False
         self._epochs: dict[int, int] = {}
         self._next_recovery = 0.0
 
@@ -180,9 +182,23 @@ class Index:
             metasync=False, writemap=False, lock=False, max_dbs=0,
         )  # fmt: skip
 
-    def mark_open(self) -> None:
-        """Says on disk that the index is being written; to be called before the first change."""
-        self._mark("open")
+    def mark_open(self) -> bool:
+        """Says on disk that the index is being written, or takes away what says that it is whole.
+
+        Nothing is written before one of them has worked: False until then.
+        """
+        if not self._marked:
+            self._marked = self._mark("open") or self._unmark()
+        return self._marked
+
+    def _unmark(self) -> bool:
+        try:
+            sys_unlink(self.directory / STATE)
+            sync_directory(self.directory)
+        except IOFault as exc:
+            self._count("state", exc)
+            return False
+        return True
 
     def _mark(self, state: str) -> bool:
         body = {"format": _FORMAT, "boot_id": boot_id(), "state": state}
@@ -269,6 +285,8 @@ class Index:
         self.drop()
         self._epochs = dict(epochs)
         self._broken = True
+        if self._closed or not self.mark_open():
+            return False
         try:
             for name in (DATA, "lock.mdb"):
                 sys_unlink(self.directory / name)
@@ -290,12 +308,17 @@ class Index:
 
     def _ready(self) -> bool:
         """Whether there is an environment to write to; one that broke is written anew, but not too often."""
-        if self._env is not None and not self._broken:
+        if self._closed:
+            return False
+        usable = self._env is not None and not self._broken
+        if usable and self._marked:
             return True
         now = time.monotonic()
         if now < self._next_recovery:
             return False
         self._next_recovery = now + RECOVERY_INTERVAL_S
+        if usable:
+            return self.mark_open()
         self.recoveries += 1
         reporter.warn("index recovery", f"the index is written anew from memory: {self.last_error}")
         return self.recreate(self.living(), self._epochs)
@@ -312,7 +335,11 @@ class Index:
     # ---- closing -----------------------------------------------------------------------------------------
 
     def close(self) -> bool:
-        """Puts everything on the device and says that it is whole; False if the next open may not believe that."""
+        """Puts everything on the device and says that it is whole; False if the next open may not believe that.
+
+        Nothing is read or written afterwards.
+        """
+        self._closed = True
         clean = False
         if self._env is not None and not self._broken:
             try:

@@ -42,7 +42,7 @@ class NamespaceFiles:
         """
         place = self._directory / digest.hex()
         path = place / NAMESPACE_FILE
-        if place.is_dir() and read_small(path, len(text) + 1) == text:
+        if read_small(path, len(text) + 1) == text:
             return
         self._make_room(_cost(len(text)), in_use | {digest})
         sys_mkdir(self._directory)
@@ -74,7 +74,9 @@ class NamespaceFiles:
         """(time of change, bytes, digest) of each."""
         found = []
         try:
-            places = list(self._directory.iterdir()) if self._directory.is_dir() else []
+            places = list(self._directory.iterdir())
+        except FileNotFoundError:
+            return []
         except OSError as exc:
             reporter.warn("namespace", f"the namespaces cannot be listed: {exc}")
             return []

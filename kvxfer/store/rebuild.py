@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvxfer import _native
 from kvxfer.errors import IOFault
-from kvxfer.slot import SlotLayout
+from kvxfer.slot import TRAILER_SUMS, SlotLayout
 from kvxfer.staging import AlignedBuffer
 from kvxfer.store.index import IndexRecord
 from kvxfer.store.report import reporter
@@ -22,7 +22,6 @@ class Scan:
 
     records: list[IndexRecord] = field(default_factory=list)  # one for each key
     epochs: set[int] = field(default_factory=set)  # of every trailer page that is whole, believed or not
-    unreadable: int = 0  # slots
 
 
 def scan_slabs(slabs: Sequence[SlabFile], threads: int) -> Scan:
@@ -35,7 +34,6 @@ def scan_slabs(slabs: Sequence[SlabFile], threads: int) -> Scan:
     with ThreadPoolExecutor(max(1, min(threads, len(slabs))), thread_name_prefix="kvx-scan") as pool:
         for part in pool.map(_scan_slab, slabs):
             whole.epochs |= part.epochs
-            whole.unreadable += part.unreadable
             for record in part.records:
                 name = record.digest, record.key
                 if name not in best or _worth(record) > _worth(best[name]):
@@ -58,7 +56,6 @@ def _scan_slab(slab: SlabFile) -> Scan:
         try:
             moved = slab.read(buffer, nbytes, offset)
         except IOFault as exc:
-            part.unreadable += 1
             reporter.warn("scan", f"a slot cannot be read and counts as free: {exc}")
             continue
         if moved == nbytes:
@@ -77,7 +74,7 @@ def parse_page(address: int, layout: SlotLayout) -> _native.Trailer | None:
 
 
 def _sums() -> ctypes.Array[ctypes.c_uint64]:
-    return (ctypes.c_uint64 * 464)()
+    return (ctypes.c_uint64 * TRAILER_SUMS)()
 
 
 def identify(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -53,7 +54,7 @@ def read_root(root: Path) -> RootInfo | None:
         IOFault: it cannot be read.
     """
     path = root / ROOT_FILE
-    raw = read_small(path, _SMALL) if root.exists() else None
+    raw = read_small(path, _SMALL)
     if raw is None:
         _check_empty(root)
         return None
@@ -79,9 +80,11 @@ def read_root(root: Path) -> RootInfo | None:
 def _check_empty(root: Path) -> None:
     """A root is only made in an empty directory, or where making one was cut short."""
     try:
-        names = set(os.listdir(root)) if root.exists() else set()
+        names = set(os.listdir(root))
+    except FileNotFoundError:
+        return
     except OSError as exc:
-        raise fault(exc.errno or 5, "cannot list the root", root) from exc
+        raise fault(exc.errno or errno.EIO, "cannot list the root", root) from exc
     strange = {name for name in names if not PROBE_NAME.fullmatch(name)} - {LOCK_FILE, ROOT_FILE + TEMPORARY}
     if strange:
         raise FormatError(

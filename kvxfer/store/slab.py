@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 import struct
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,8 +119,8 @@ class SlabFile:
     """
 
     __slots__ = (
-        "_file", "_freed", "_fresh", "entries", "file_bytes", "handle", "held", "last_used", "layout", "name",
-        "num_slots", "path", "policy", "retired", "slab_id", "slot_bytes", "stuck", "usable",
+        "_file", "_freed", "_fresh", "entries", "file_bytes", "held", "last_used", "layout", "name", "num_slots",
+        "path", "policy", "retired", "slab_id", "slot_bytes", "stuck", "usable",
     )  # fmt: skip
 
     policy: CachePolicy[Entry]  # of its layout; set by the table that it is attached to
@@ -132,7 +134,6 @@ class SlabFile:
         self.num_slots = header.num_slots
         self.file_bytes = slab_file_bytes(header.layout, header.num_slots)
         self.usable = header.num_slots  # fewer where the file was cut short and could not be extended
-        self.handle = file.handle
         self.entries: dict[int, Entry] = {}  # by slot; dead ones too, until their slot is free
         self.held = 0  # pinned entries, reserved and quarantined slots: the file must stay
         self.last_used = 0  # the table's clock at the latest use of any entry
@@ -152,17 +153,17 @@ class SlabFile:
         path = directory / slab_name(slab_id)
         temporary = path.with_name(path.name + TEMPORARY)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
-        file = PosixFile(sys_open(temporary, flags), path.name, direct)
-        try:
+        with ExitStack() as undo:
+            fd = sys_open(temporary, flags)
+            undo.callback(try_unlink, temporary)
+            file = PosixFile(fd, path.name, direct)
+            undo.callback(file.close)
             sys_fallocate(file.fd, slab_file_bytes(layout, num_slots), temporary)
             page = AlignedBuffer(layout.alignment, layout.alignment)
             page.array[:] = np.frombuffer(pack_header(slab_id, layout, num_slots), dtype=np.uint8)
             file.write(page.array)
             sys_rename(temporary, path)
-        except IOFault:
-            file.close()
-            try_unlink(temporary)
-            raise
+            undo.pop_all()
         return cls(path, file, SlabHeader(slab_id, num_slots, layout))
 
     @classmethod
@@ -178,6 +179,15 @@ class SlabFile:
     def slot_offset(self, slot: int) -> int:
         """Where a slot starts in the file."""
         return self.layout.alignment + slot * self.slot_bytes
+
+    @property
+    def handle(self) -> int:
+        """Address of its kvx_file.
+
+        Raises:
+            StoreError: it is closed.
+        """
+        return self._file.handle
 
     @property
     def free_slots(self) -> int:
@@ -238,9 +248,11 @@ def scan_directory(directory: Path, alignment: int) -> tuple[list[FoundSlab], li
     found: list[FoundSlab] = []
     leftovers: list[Path] = []
     try:
-        names = sorted(os.listdir(directory)) if directory.is_dir() else []
+        names = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        names = []
     except OSError as exc:
-        raise fault(exc.errno or 5, "cannot list slabs", directory) from exc
+        raise fault(exc.errno or errno.EIO, "cannot list slabs", directory) from exc
     for name in names:
         path = directory / name
         if name.endswith(TEMPORARY) and SLAB_NAME.fullmatch(name.removesuffix(TEMPORARY)):

@@ -15,7 +15,9 @@ class StoreStats:
 
     # gauges
     capacity_bytes: int
-    disk_bytes: int  # counted against the capacity: slabs, index, small files, others' files
+    # What there is now of slabs (as they are counted: with what the file system keeps to find them), index and others'
+    # files. Not the store's small files, whose share of the capacity is set aside from the start.
+    disk_bytes: int
     live_bytes: int  # slots that hold an entry
     entries: int
     max_entries: int  # what the index can name

@@ -5,6 +5,9 @@ held across a system call. `Store._change` serialises what changes the disk: ind
 slabs, namespace files, the weight epoch; it is always taken before the table's. reserve, commit, register, bump_epoch,
 maintain and close take both and may block on the disk. lookup_prefix, contains and locate take none. pin, unpin,
 touch, release, quarantine, invalidate and stats take only the table's, so they never wait for the disk.
+
+Closing. A change that waited for the lock behind a close is refused (`_changing`). Files of slabs in which something is
+pinned or reserved are closed by whoever gives the last of it back (Table.close).
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -69,7 +72,7 @@ class Store:
 
         Args:
             config: where, and how much.
-            writers: threads that will write at once; as many slabs are filled side by side.
+            writers: threads that will write at once, so the engine's `io_threads`: as many slabs are filled side by side.
             policy: makes the order of eviction for one slot layout.
 
         Raises:
@@ -129,8 +132,7 @@ class Store:
         Raises:
             IOFault: it could not be written down; nothing has changed.
         """
-        self._check()
-        with self._change:
+        with self._changing():
             info = RootInfo(self._info.alignment, self._info.weight_epoch + 1)
             write_root(self.config.root, info)
             self._info = info
@@ -144,11 +146,10 @@ class Store:
             ConfigError: the slot has another alignment than the root, or fits into no slab.
             StoreError: more namespaces are in use than the root has room for.
         """
-        self._check()
         if slot.alignment != self.alignment:
             raise ConfigError(f"slots are aligned to {slot.alignment}, but {self.config.root} to {self.alignment}")
-        self._room.slots_per_slab(slot)
-        with self._change:
+        with self._changing():
+            self._room.slots_per_slab(slot)
             digest = namespace.digest(self.weight_epoch)
             text = describe(namespace, slot, self.weight_epoch)
             try:
@@ -219,10 +220,9 @@ class Store:
         Entries are evicted, and forgotten by the index, before their slots are handed out. Pinned entries and reserved
         slots are never touched.
         """
-        self._check()
-        if n < 1:
-            return []
-        with self._change:
+        with self._changing():
+            if n < 1:
+                return []
             if self._table.layouts.get(digest) != slot:
                 self._refused += n
                 return []
@@ -292,12 +292,18 @@ class Store:
 
         Returns:
             For each item, whether its blocks can be looked up now.
+
+        Raises:
+            StoreError: the store is closed; the reservations are settled all the same.
         """
-        self._check()
         outcome: list[bool] = []
-        with self._change:
-            for start in range(0, len(items), TRANSACTION):
-                outcome += self._commit_batch(digest, items[start : start + TRANSACTION])
+        try:
+            with self._changing():
+                for start in range(0, len(items), TRANSACTION):
+                    outcome += self._commit_batch(digest, items[start : start + TRANSACTION])
+        except StoreError:
+            self._table.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
+            raise
         return outcome
 
     def _commit_batch(self, digest: bytes, items: Sequence[tuple[bytes, Reservation, int]]) -> list[bool]:
@@ -352,8 +358,7 @@ class Store:
         Returns:
             Whether the index is as the table.
         """
-        self._check()
-        with self._change:
+        with self._changing():
             return self._index.recover() and self._forget_doomed()
 
     def _forget_doomed(self) -> bool:
@@ -371,6 +376,14 @@ class Store:
         else:
             self._table.keep_doomed(doomed)
         return done
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The lock of changes, for a store that is open. Every change of the disk but a close is inside of it."""
+        self._check()  # in a fork's child, or behind a call that never returns, the lock may never come
+        with self._change:
+            self._check()
+            yield
 
     def _check(self, closed_ok: bool = False) -> None:
         if os.getpid() != self._pid:
@@ -404,7 +417,8 @@ class Store:
     def close(self, timeout: float = 5.0) -> bool:
         """Writes the index down and gives the root back. Closing twice is fine; in a fork's child it does nothing.
 
-        Jobs must have ended: pinned entries and reservations are of no more use.
+        Jobs should have ended. What is pinned or reserved keeps its slab's file open, and its record valid, until it is
+        given back (unpin, release, commit); its slot may be written by the root's next owner meanwhile.
 
         Args:
             timeout: seconds to wait for a change of the disk that is under way in another thread. If that never ends,
@@ -426,8 +440,7 @@ class Store:
             self._closed = True
             self._forget_doomed()
             self._index.close()
-            for slab in self._table.slabs():
-                slab.close()
+            self._table.close()
             self._opened.lock.drop()
             return True
 

@@ -1,6 +1,7 @@
 """The process's own picture of the store: which entry has which slot, who holds it, and what is free.
 
-Everything here is memory: no call blocks, and `lock` is held for short, counted steps only. Lookups take no lock.
+Everything here is memory: no call blocks, and `lock` is held for short, counted steps only. Lookups take no lock. Only
+once it is closed does what is given back close files, after the lock.
 The order of changes against the index is the store's business (store.py).
 """
 
@@ -73,6 +74,8 @@ class Table:
         self._writers = writers
         self._policies = policies
         self._tick = 0
+        self._closed = False
+        self._idle: list[SlabFile] = []  # to be closed: nobody holds anything in them
 
     # ---- lookups -----------------------------------------------------------------------------------------
 
@@ -94,12 +97,12 @@ class Table:
         return None if table is None else table.get(key)
 
     def pin(self, digest: bytes, keys: Iterable[bytes]) -> list[Entry | None]:
-        """Pins what is there: its slot keeps its bytes until `unpin`."""
+        """Pins what is there: its slot keeps its bytes, and its slab stays open, until `unpin`."""
         table = self.served.get(digest)
         if table is None:
             return [None for _ in keys]
         with self.lock:
-            found = [table.get(key) for key in keys]
+            found = [None if self._closed else table.get(key) for key in keys]
             for entry in found:
                 if entry is not None:
                     self._pin(entry)
@@ -123,13 +126,14 @@ class Table:
                 entry.pins -= 1
                 if entry.pins:
                     continue
-                entry.slab.held -= 1
+                self._let_go(entry.slab)
                 self.pinned -= 1
                 if entry.dead:
                     self._free_if_unused(entry)
                 else:
                     self._used(entry)
                     entry.slab.policy.unpin(entry)
+        self._close_idle()
 
     def touch(self, digest: bytes, keys: Iterable[bytes]) -> None:
         """Counts as a use of what is there."""
@@ -165,12 +169,8 @@ class Table:
             self.served.clear()
             self.layouts.clear()
 
-    def slot_class(self, layout: SlotLayout) -> SlotClass:
-        """The class of a layout, made at its first use."""
-        with self.lock:
-            return self._slot_class(layout)
-
     def _slot_class(self, layout: SlotLayout) -> SlotClass:
+        """The class of a layout, made at its first use."""
         if (found := self.classes.get(layout)) is None:
             found = self.classes[layout] = SlotClass(layout, self._policies())
         return found
@@ -255,6 +255,7 @@ class Table:
                 if reservation.state is not SlotState.SETTLED:
                     self._settle_reservation(reservation)
                     self._free(reservation.slab, reservation.slot)
+        self._close_idle()
 
     def quarantine(self, reservation: Reservation) -> None:
         """Keeps a slot from everybody until it is released."""
@@ -270,7 +271,7 @@ class Table:
         else:
             self.quarantined -= 1
         reservation.state = SlotState.SETTLED
-        reservation.slab.held -= 1
+        self._let_go(reservation.slab)
 
     def _free(self, slab: SlabFile, slot: int) -> None:
         slab.free(slot)
@@ -376,3 +377,24 @@ class Table:
         """All living entries, the namespaces that nobody registered included."""
         with self.lock:
             return [entry for table in self._all.values() for entry in table.values()]
+
+    # ---- closing -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closes the slabs in which nothing is held, and every other one when the last pin or slot in it goes."""
+        with self.lock:
+            self._closed = True
+            self._idle += [slab for slots in self.classes.values() for slab in slots.slabs if not slab.held]
+        self._close_idle()
+
+    def _let_go(self, slab: SlabFile) -> None:
+        slab.held -= 1
+        if self._closed and not slab.held:
+            self._idle.append(slab)
+
+    def _close_idle(self) -> None:
+        if self._idle:  # only once this is closed
+            with self.lock:
+                idle, self._idle = self._idle, []
+            for slab in idle:
+                slab.close()

@@ -319,7 +319,7 @@ def test_submit_never_waits_and_the_excess_is_dropped(tmp_root: Path) -> None:
             took.append(time.perf_counter() - start)
         took.sort()
         # The machine may stop a thread for longer than 5 ms now and then; the storage would stop it every time.
-        assert took[len(took) * 99 // 100] < 0.005
+        assert took[len(took) * 9 // 10] < 0.005
         io.__exit__(None, None, None)
         assert node.writer.drain(30)
         results = node.writer.poll()

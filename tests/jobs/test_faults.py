@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvxfer import _native
 from kvxfer.convert.pages import KVPages
-from kvxfer.errors import ForkError, NativeError
+from kvxfer.errors import ConfigError, ForkError, NativeError
 from kvxfer.jobs import LOAD, STORE, Status
 from kvxfer.layout import row_mapping
 from kvxfer.testing import FaultyIO
@@ -257,12 +258,95 @@ def test_shutdown_is_bounded_while_calls_hang(tmp_path: Path, source, target, di
         assert rig.runner.shutdown(0.2) == stuck
         assert 0.15 < time.monotonic() - start < 2
         status = rig.finish(direction).status
-        assert sorted(status.tolist()) == [Status.CANCELLED] * (8 - stuck) + [Status.LOST] * stuck
+        lost = stuck if direction == STORE else 0  # only a slot that may still be written is no plain cancellation
+        assert sorted(status.tolist()) == [Status.CANCELLED] * (8 - lost) + [Status.LOST] * lost
+        assert rig.runner.stats()["lost_calls"] == stuck
         with pytest.raises(NativeError, match="shutdown"):
             rig.submit(LOAD, target, EACH)
         io.release()
         until(lambda: rig.runner.stats()["lost_threads"] == 0, "the threads leave")
     assert poisoned(target)
+
+
+def test_several_shutdowns_at_once(tmp_path: Path, source, target) -> None:
+    for step in range(60):
+        with Rig(tmp_path / f"slots{step}", source, threads=2) as rig:
+            rig.submit(STORE, source, EACH)
+            threads = [threading.Thread(target=rig.runner.shutdown, args=(0.5,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(10)
+                assert not thread.is_alive()
+            assert rig.finish(STORE).status.size == 8
+
+
+def test_a_shutdown_in_the_midst_of_copies_says_what_was_written(tmp_path: Path) -> None:
+    """Whatever instant it comes at: a chunk's bit is set exactly if its page was written."""
+    big = Model.random(
+        GEOMETRY.__class__(**{f: getattr(GEOMETRY, f) for f in GEOMETRY.__slots__} | {"num_layers": 60}), 8
+    )
+    source = ranks(big, "nhd", 1, filled=True)
+    with Rig(tmp_path / "slots", source) as rig:
+        rig.store(source, EACH)
+    for step in range(30):
+        target = ranks(big, "nhd", 1, filled=False)
+        with Rig(tmp_path / "slots", target, threads=2) as rig:
+            rig.submit(LOAD, target, EACH)
+            time.sleep(step * 0.0001)
+            rig.runner.shutdown(0)
+            status = rig.finish(LOAD).status
+            expect(big, "nhd", target, [c for c in range(8) if status[c] == Status.OK])
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0])
+def test_a_timeout_that_has_passed_is_none(tmp_path: Path, source, seconds: float) -> None:
+    with Rig(tmp_path / "slots", source) as rig:
+        start = time.monotonic()
+        assert rig.runner.wait([LOAD], seconds) is False
+        assert rig.runner.shutdown(seconds) == 0
+        assert time.monotonic() - start < 2
+        with pytest.raises(ConfigError, match="nan"):
+            rig.runner.wait([LOAD], float("nan"))
+
+
+def test_a_close_that_hangs_stops_nobody(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source, threads=2) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        copy = tmp_path / "copy"
+        copy.write_bytes((tmp_path / "slots").read_bytes())
+        other = rig.lib.kvx_file_adopt(os.open(copy, os.O_RDWR), b"copy", 0)
+        record = _native.Chunk.from_buffer_copy(rig.record(0))
+        record.file = other
+        slow = io.delay("pread", 0.2)
+        closing = io.hang("close")
+        job = rig.submit(LOAD, target, EACH[:1], records=[bytes(record)])
+        until(lambda: slow.hits == 1, "its read is under way")
+        rig.lib.kvx_file_release(other)
+        rig.runner.cancel(job)
+        assert rig.finish(LOAD).status.tolist() == [
+            Status.CANCELLED
+        ]  # forgotten with that: the thread has the last word
+        until(lambda: closing.hits == 1, "the file is closed by the thread that comes back")
+        for _ in range(3):
+            assert rig.load(target, EACH).status.tolist() == [0] * 8
+        assert rig.runner.stats()["chunks_loaded"] == 24
+        io.release()
+
+
+def test_submit_is_quick_however_many_deadlines_are_open(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source, threads=1) as rig, FaultyIO() as io:
+        rig.store(source, EACH)
+        io.hang("pread")
+        took = []
+        for step in range(6000):
+            start = time.perf_counter()
+            rig.submit(LOAD, target, EACH[:1], deadline_s=100 + step % 7)
+            took.append(time.perf_counter() - start)
+        took.sort()
+        assert took[len(took) * 9 // 10] < 0.005
+        rig.runner.shutdown(0)
+        io.release()
 
 
 # ---- order ------------------------------------------------------------------------------------------------------
@@ -314,14 +398,14 @@ def test_source_blocks_are_free_before_the_write_is_done(tmp_path: Path, source)
 def test_submit_does_not_wait_for_slow_storage(tmp_path: Path, source) -> None:
     with Rig(tmp_path / "slots", source, threads=2) as rig, FaultyIO() as io:
         io.delay("pwrite", 0.05, times=20)
-        longest = 0.0
+        took = []
         for _ in range(200):
             start = time.perf_counter()
             rig.submit(STORE, source, [[0]])
-            longest = max(longest, time.perf_counter() - start)
+            took.append(time.perf_counter() - start)
         for _ in range(200):
             assert not rig.finish(STORE).status.any()
-        assert longest < 0.05
+        assert sorted(took)[150] < 0.005  # the machine may hold a thread up now and then; the storage would each time
 
 
 # ---- processes ---------------------------------------------------------------------------------------------------

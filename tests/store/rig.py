@@ -86,7 +86,7 @@ def write(reservation: Reservation, digest: bytes, name: bytes, mask: int = FULL
     image = slot_image(name, digest, layout, reservation.generation, mask)
     moved = ctypes.c_uint64()
     n = _native.lib().kvx_file_pwrite(
-        reservation.handle, image.address, len(image), reservation.slot_offset, ctypes.byref(moved)
+        reservation.slab.handle, image.address, len(image), reservation.slot_offset, ctypes.byref(moved)
     )
     assert n == len(image), n
 

@@ -52,7 +52,7 @@ def test_records_are_what_csrc_reads(opened: Opened) -> None:
     digest = store.register(rig.namespace(), rig.ROW)
     (slot,) = store.reserve(digest, rig.ROW, 1)
     record = slot.chunk_record(b"abc")
-    want = (slot.handle, slot.slot_offset, slot.generation, 3, 0, b"abc" + bytes(61))
+    want = (slot.slab.handle, slot.slot_offset, slot.generation, 3, 0, b"abc" + bytes(61))
     assert struct.unpack("=QQQII64s", record) == want
     store.commit(digest, [(b"abc", slot, 1)])
     (entry,) = store.pin(digest, [b"abc"])
