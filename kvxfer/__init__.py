@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         StoreError,
     )
     from kvxfer.geometry import PRESETS, Kind, KVGeometry, ShardSpec
+    from kvxfer.jobs import ChunkError, Status
     from kvxfer.keys import Namespace, kvx1_namespace, make_offload_key, weights_fingerprint
     from kvxfer.layout import LAYOUTS, PageLayout, kvx1_mapping, kvx1_slot, row_mapping
     from kvxfer.prefix import PrefixResult, full_attention
@@ -42,6 +43,7 @@ _HOMES = {
         "NativeError", "StoreError",
     ),
     "kvxfer.geometry": ("PRESETS", "KVGeometry", "Kind", "ShardSpec"),
+    "kvxfer.jobs": ("ChunkError", "Status"),
     "kvxfer.keys": ("Namespace", "kvx1_namespace", "make_offload_key", "weights_fingerprint"),
     "kvxfer.layout": ("LAYOUTS", "PageLayout", "kvx1_mapping", "kvx1_slot", "row_mapping"),
     "kvxfer.prefix": ("PrefixResult", "full_attention"),
@@ -51,6 +53,7 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "ChunkError",
     "CompletionBitmap",
     "ConfigError",
     "EngineClosed",
@@ -71,6 +74,7 @@ __all__ = [
     "PrefixResult",
     "ShardSpec",
     "SlotLayout",
+    "Status",
     "Store",
     "StoreConfig",
     "StoreError",

@@ -21,7 +21,7 @@ from kvxfer.engine import TransferEngine, TransferResult
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry import PRESETS, KVGeometry
 from kvxfer.keys import kvx1_namespace, make_offload_key
-from kvxfer.layout import LAYOUTS, kvx1_mappings
+from kvxfer.layout import LAYOUTS, kvx1_mappings, kvx1_slot
 from kvxfer.prefix import full_attention
 from kvxfer.store import Store
 
@@ -113,12 +113,14 @@ class Report:
 class Side:
     """The ranks of one sharding: their pools, the pages handed to kvxfer, and where the cache's blocks are in them."""
 
-    def __init__(self, plan: Plan, tp_size: int, layout: str, seed: int) -> None:
+    def __init__(self, plan: Plan, tp_size: int, layout: str, seed: int, alignment: int) -> None:
         geometry = plan.geometry
         shares = [rank_heads(geometry, tp_size, rank) for rank in range(tp_size)]
         page = LAYOUTS[layout](geometry, shares[0].stop - shares[0].start)
         size = plan.blocks + SPARE_BLOCKS
-        self.mappings = kvx1_mappings(geometry, tp_size, page, blocks_per_chunk=plan.blocks_per_chunk)
+        self.mappings = kvx1_mappings(
+            geometry, tp_size, page, blocks_per_chunk=plan.blocks_per_chunk, alignment=alignment
+        )
         self.pools = [RankPages(geometry, page, heads, size) for heads in shares]
         self.pages = [
             KVPages(mapping, pool.tensors, size) for mapping, pool in zip(self.mappings, self.pools, strict=True)
@@ -159,17 +161,24 @@ def run(plan: Plan, root: Path) -> Report:
     Raises:
         KvxferError: something did not work that nobody broke on purpose.
     """
+    slot_bytes = kvx1_slot(plan.geometry, blocks_per_chunk=plan.blocks_per_chunk).slot_bytes
+    capacity = max(LEAST_CAPACITY, ROOM * plan.chunks * slot_bytes)
+    with Store.open(StoreConfig(root=root, capacity_bytes=capacity)) as store:
+        return _run(plan, store)
+
+
+def _run(plan: Plan, store: Store) -> Report:
     geometry = plan.geometry
     cache = random_cache(geometry, plan.blocks, SEED)
-    source = Side(plan, plan.store_tp, plan.store_layout, SEED)
-    target = Side(plan, plan.load_tp, plan.load_layout, SEED + 1)
+    source = Side(plan, plan.store_tp, plan.store_layout, SEED, store.alignment)
+    target = Side(plan, plan.load_tp, plan.load_layout, SEED + 1, store.alignment)
     for pool in source.pools:
         pool.fill(cache, source.block_ids)
 
     gather_seconds, scatter_seconds = _converter_alone(source, target)
     _, converter_wrong = target.compare(cache, [True] * plan.blocks)
     target.poison()
-    trips = _there_and_back(plan, root, source, target)
+    trips = _there_and_back(plan, store, source, target)
 
     loaded, stats = trips.loaded, trips.stats
     arrived = [loaded.bitmap[block // plan.blocks_per_chunk] for block in range(plan.blocks)]
@@ -210,29 +219,27 @@ def run(plan: Plan, root: Path) -> Report:
     )
 
 
-def _there_and_back(plan: Plan, root: Path, source: Side, target: Side) -> Trips:
+def _there_and_back(plan: Plan, store: Store, source: Side, target: Side) -> Trips:
     """Stores from `source`, damages what is to be lost, loads into `target`."""
     run_id = secrets.token_bytes(16)  # a kept root may hold an earlier run's chunks: never under the same keys
     keys = [make_offload_key(run_id + chunk.to_bytes(16, "big"), 0) for chunk in range(plan.chunks)]
     namespace = kvx1_namespace(
         plan.geometry, model=plan.model, weights_fingerprint="random bytes", blocks_per_chunk=plan.blocks_per_chunk
     )
-    room = ROOM * plan.chunks * source.mappings[0].slot.slot_bytes
-    with Store.open(StoreConfig(root=root, capacity_bytes=max(LEAST_CAPACITY, room))) as store:
-        with TransferEngine(store, namespace, source.pages) as engine:
-            engine.submit_store(1, keys, source.chunk_ids)
-            stored = _result(engine, 1)
-            digest, io_mode = engine.digest, engine.io_mode
-        if not stored.bitmap.all():
-            raise KvxferError(f"the store job did not finish: {'; '.join(map(str, stored.errors[:3]))}")
-        for block in plan.lose:
-            if (place := store.locate(digest, keys[block // plan.blocks_per_chunk])) is None:
-                raise KvxferError(f"block {block} was stored but cannot be found")
-            _damage(*place[:2], plan, block)
-        with TransferEngine(store, namespace, target.pages) as engine:
-            engine.submit_load(2, keys, target.chunk_ids)
-            loaded = _result(engine, 2)
-            return Trips(stored=stored, loaded=loaded, stats=engine.stats(), io_mode=io_mode)
+    with TransferEngine(store, namespace, source.pages) as engine:
+        engine.submit_store(1, keys, source.chunk_ids)
+        stored = _result(engine, 1)
+        digest, io_mode = engine.digest, engine.io_mode
+    if not stored.bitmap.all():
+        raise KvxferError(f"the store job did not finish: {'; '.join(map(str, stored.errors[:3]))}")
+    for block in plan.lose:
+        if (place := store.locate(digest, keys[block // plan.blocks_per_chunk])) is None:
+            raise KvxferError(f"block {block} was stored but cannot be found")
+        _damage(*place[:2], plan, block)
+    with TransferEngine(store, namespace, target.pages) as engine:
+        engine.submit_load(2, keys, target.chunk_ids)
+        loaded = _result(engine, 2)
+        return Trips(stored=stored, loaded=loaded, stats=engine.stats(), io_mode=io_mode)
 
 
 def _result(engine: TransferEngine, job_id: int) -> TransferResult:

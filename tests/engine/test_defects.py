@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ from kvxfer.geometry import ShardSpec
 from kvxfer.jobs import Status
 from kvxfer.mapping import LocalTensor
 from kvxfer.opaque import opaque_mapping
-from kvxfer.testing import FaultyIO
+from kvxfer.testing import FaultyIO, Rule
 from tests.engine.rig import GEOMETRY, Node, keys_of, namespace_of
 from tests.jobs.test_faults import until
 from tests.oracle import Model
 
 MODEL = Model.random(GEOMETRY, 40)
+
+
+def _hit(rule: Rule) -> bool:
+    return rule.hits == 1
 
 
 @pytest.mark.parametrize("deadline", [float("inf"), 1e300])
@@ -96,7 +101,7 @@ def test_a_write_that_returns_right_after_its_job_was_cancelled(tmp_root: Path) 
             with FaultyIO() as io:
                 rule = io.hang("pwrite", times=1, offset=(4096, 1 << 40))
                 node.writer.submit_store(step, keys_of([step]), [step])
-                until(lambda rule=rule: rule.hits == 1, "its write hangs")
+                until(partial(_hit, rule), "its write hangs")
                 node.writer.cancel(step)
                 io.release()
                 (result,) = node.writer.wait([step], 10).values()
