@@ -236,6 +236,7 @@ class PlainRun:
         self._write = files.calls(self.source, payload)
         self._read = files.calls(self.target, payload)
         self._read_pieces = files.calls(self.target, self.piece_bytes)
+        self._staging = allocate(threads * payload).reshape(threads, -1)
 
     def store_all(self) -> str | None:
         """Writes every chunk, a call each."""
@@ -248,6 +249,14 @@ class PlainRun:
     def load_pieces(self) -> str | None:
         """Reads every chunk in pieces as large as the engine's."""
         return PlainFiles.move(self._read_pieces, self.threads, write=False)
+
+    def store_staged(self) -> str | None:
+        """As `store_all`, by way of a buffer of each thread."""
+        return PlainFiles.move(self._write, self.threads, write=True, staging=self._staging)
+
+    def load_staged(self) -> str | None:
+        """As `load_pieces`, by way of a buffer of each thread."""
+        return PlainFiles.move(self._read_pieces, self.threads, write=False, staging=self._staging)
 
     def poison(self) -> None:
         """Overwrites where reads go."""
@@ -268,32 +277,33 @@ def measure_shape(table: Table, options: Options, shape: Shape, folder: Path, wh
     config = EngineConfig(io_threads=options.io_threads, **options.engine)
     num_chunks = max(2, options.engine_bytes // shape.slot.payload_bytes)
     nbytes = num_chunks * shape.slot.payload_bytes
+    timing = {"nbytes": nbytes, "runs": options.runs}
     with ExitStack() as stack:
         run = EngineRun(stack, folder / "root", shape, num_chunks, config)
         plain = PlainRun(stack, folder, run, options.io_threads, config.read_piece_bytes)
-        stores = [
-            Impl(name="plain", run=plain.store_all, check=plain.check_store),
-            Impl(name="kvxfer", run=run.store_all, check=run.check_store, bar=bar),
-        ]
-        timing = {"nbytes": nbytes, "runs": options.runs}
-        table.add(measure(f"store {shape.name}, {where}", stores, **timing, budget_s=options.budget_s))
-        loads = [
-            Impl(name="plain", run=plain.load_all, poison=plain.poison, check=plain.check, always_check=True),
-            Impl(
-                name="kvxfer",
-                run=run.load_all,
-                poison=run.pool.poison,
-                check=run.pool.check,
-                bar=bar,
-                always_check=True,
-            ),
-        ]
-        if plain.piece_bytes < shape.slot.payload_stride:
-            name = f"plain {_size(plain.piece_bytes)}"
-            loads.append(
-                Impl(name=name, run=plain.load_pieces, poison=plain.poison, check=plain.check, always_check=True)
-            )
-        table.add(measure(f"load {shape.name}, {where}", loads, **timing, budget_s=options.budget_s))
+        for trip, impls in (("store", _stores(run, plain, bar)), ("load", _loads(run, plain, bar))):
+            name = f"{trip} {shape.name}, {where}"
+            table.add(measure(name, impls, **timing, budget_s=options.budget_s))
+
+
+def _stores(run: EngineRun, plain: PlainRun, bar: float | None) -> list[Impl]:
+    def peer(name: str, store: Callable[[], str | None]) -> Impl:
+        return Impl(name=name, run=store, check=plain.check_store)
+
+    mine = Impl(name="kvxfer", run=run.store_all, check=run.check_store, bar=bar)
+    return [peer("plain", plain.store_all), mine, peer("plain + copy", plain.store_staged)]
+
+
+def _loads(run: EngineRun, plain: PlainRun, bar: float | None) -> list[Impl]:
+    def peer(name: str, load: Callable[[], str | None]) -> Impl:
+        return Impl(name=name, run=load, poison=plain.poison, check=plain.check, always_check=True)
+
+    pool = run.pool
+    mine = Impl(name="kvxfer", run=run.load_all, poison=pool.poison, check=pool.check, bar=bar, always_check=True)
+    impls = [peer("plain", plain.load_all), mine, peer("plain + copy", plain.load_staged)]
+    if plain.piece_bytes < run.shape.slot.payload_stride:
+        impls.append(peer(f"plain {_size(plain.piece_bytes)}", plain.load_pieces))
+    return impls
 
 
 @contextmanager

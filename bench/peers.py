@@ -50,7 +50,7 @@ def _lib() -> Any:
         lib = C.CDLL(str(library))
     lib.peer_memcpy.argtypes = [C.c_void_p, C.c_void_p, C.c_uint64, C.c_int]
     lib.peer_memcpy.restype = None
-    lib.peer_transfer.argtypes = [C.c_void_p, C.c_uint64, C.c_int, C.c_int]
+    lib.peer_transfer.argtypes = [C.c_void_p, C.c_uint64, C.c_int, C.c_int, C.c_void_p, C.c_uint64]
     lib.peer_transfer.restype = C.c_int
     return lib
 
@@ -108,9 +108,15 @@ class PlainFiles:
         return calls.reshape(-1)
 
     @staticmethod
-    def move(calls: NDArray[np.void], threads: int, *, write: bool) -> str | None:
-        """Makes the calls on so many threads; what failed, if any did."""
-        error = int(_lib().peer_transfer(calls.ctypes.data, len(calls), threads, int(write)))
+    def move(calls: NDArray[np.void], threads: int, *, write: bool, staging: Bytes | None = None) -> str | None:
+        """Makes the calls on so many threads; what failed, if any did.
+
+        Args:
+            staging: [threads, bytes of the largest call], for bytes that go by way of a thread's own buffer.
+        """
+        where, stride = (None, 0) if staging is None else (staging.ctypes.data, staging.strides[0])
+        assert staging is None or (len(staging) >= threads and staging.shape[1] >= calls["bytes"].max())
+        error = int(_lib().peer_transfer(calls.ctypes.data, len(calls), threads, int(write), where, stride))
         return os.strerror(error) if error else None
 
     def close(self) -> None:

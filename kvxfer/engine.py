@@ -1,8 +1,9 @@
 """TransferEngine: stores and loads chunks between this process's pages and a store.
 
-Loads are looked up, pinned and submitted by the caller's thread. Stores are only queued by it: one service thread
-drops what is present, reserves slots, submits, commits and publishes, so no caller ever waits for the disk or the
-index. Every accepted job ends in exactly one TransferResult.
+Loads are looked up, pinned and submitted by the caller's thread, and settled by a thread of their own, which touches
+memory only. Stores are only queued by the caller: another thread drops what is present, reserves slots, submits,
+commits and publishes. So no caller ever waits for the disk or the index, and no load for a store. Every accepted job
+ends in exactly one TransferResult.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -23,7 +24,7 @@ from kvxfer.config import EngineConfig
 from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages
 from kvxfer.errors import ConfigError, EngineClosed, LayoutError, StoreError
-from kvxfer.jobs import LOAD, STORE, JobRunner, Status, check_process, nanoseconds
+from kvxfer.jobs import LOAD, STORE, JobOutcome, JobRunner, Status, check_process, nanoseconds
 from kvxfer.keys import Namespace, check_key
 from kvxfer.results import PendingJob, TransferResult, block_table, refuse_repeated
 from kvxfer.store import Entry, Store
@@ -103,13 +104,17 @@ class TransferEngine:
         self._open: dict[int, PendingJob] = {}  # accepted, no result yet
         self._results: dict[int, TransferResult] = {}  # not taken yet, oldest first
         self._loads: dict[int, tuple[PendingJob, list[Entry]]] = {}  # by native id, with what they pin
-        self._queue: deque[PendingJob] = deque()  # stores that the service thread has not seen
+        self._queue: deque[PendingJob] = deque()  # stores that their thread has not seen
         self._queued_chunks = {STORE: 0, LOAD: 0}
         self._dropped_chunks = {STORE: 0, LOAD: 0}
         self._closing = False
-        self._settling = threading.Lock()  # one thread at a time takes finished loads
-        self._service = threading.Thread(target=self._serve, name="kvxfer-service", daemon=True)
-        self._service.start()
+        self._stopped = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._settle_loads, name="kvxfer-loads", daemon=True),
+            threading.Thread(target=self._serve_stores, name="kvxfer-stores", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # ---- the caller's side -------------------------------------------------------------------------------------
 
@@ -184,19 +189,20 @@ class TransferEngine:
     def poll(self) -> list[TransferResult]:
         """Results published since the last call, each once. Never blocks."""
         check_process(self._pid, "engine")
-        self._settle_loads()
         with self._lock:
-            results = list(self._results.values())
-            self._results.clear()
-        return results
+            results, self._results = self._results, {}
+        return list(results.values())
 
     def wait(self, job_ids: Iterable[int], timeout: float | None = None) -> dict[int, TransferResult]:
         """Take the results of these jobs, waiting up to `timeout` seconds. Those not finished by then are left out."""
         check_process(self._pid, "engine")
         wanted = set(job_ids)
-        self._wait_until(lambda: not wanted & self._open.keys(), timeout)
         with self._lock:
-            return {job_id: self._results.pop(job_id) for job_id in wanted & self._results.keys()}
+            self._published.wait_for(lambda: not wanted & self._open.keys(), timeout)
+            taken = {job_id: self._results[job_id] for job_id in wanted & self._results.keys()}
+            for job_id in taken:
+                del self._results[job_id]
+        return taken
 
     def wait_gathered(self, job_id: int, timeout: float) -> bool:
         """Wait until a store's blocks may be reused, at most `timeout` seconds. True also for jobs that have ended."""
@@ -218,7 +224,7 @@ class TransferEngine:
     def cancel(self, job_id: int) -> None:
         """End a job now with what has arrived; nothing is written to its pages after its result.
 
-        A store that the service thread is planning, or that waits for another job to write its chunks, goes on.
+        Chunks of a store that another job is writing are waited for all the same.
         """
         check_process(self._pid, "engine")
         with self._lock:
@@ -231,35 +237,36 @@ class TransferEngine:
         if queued:
             job.fail_rest(Status.CANCELLED)
             self._publish(job)
-        elif job.native_id:
+            return
+        job.cancelled.set()  # for a store that is being planned; a job has its native id before that is looked at last
+        if job.native_id:
             self._runner.cancel(job.native_id)
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until every accepted job has a result. False if `timeout` seconds did not suffice."""
         check_process(self._pid, "engine")
-        return self._wait_until(lambda: not self._open, timeout)
+        with self._lock:
+            return self._published.wait_for(lambda: not self._open, timeout)
 
     def shutdown(self, timeout: float | None = None) -> int:
         """Stop. What is queued is cancelled; calls under way get `timeout` seconds (default: shutdown_timeout_s).
 
-        The service thread gets as long again if it is in a call of its own. Every accepted job has its result after
-        this; `poll` still gives them. A slot under a write that has not returned is out of use until the store is
-        opened again.
+        The thread that serves stores gets as long again if it is in a call of its own. Every accepted job has its
+        result after this; `poll` still gives them. A slot under a write that has not returned comes back when it does.
 
         Returns:
             Threads left behind in calls that never returned, each with its staging.
         """
         check_process(self._pid, "engine")
-        with self._lock:
-            if self._closing:
-                return 0
-            self._closing = True
         timeout = self.config.shutdown_timeout_s if timeout is None else timeout
+        with self._lock:
+            first, self._closing = not self._closing, True
+        if not first:
+            self._stopped.wait(2 * max(0.0, timeout) + WATCH_S)
+            return 0
         left = self._runner.shutdown(timeout)
         self._runner.wake()
-        self._settle_loads()
-        self._service.join(timeout + WATCH_S)
-        if self._service.is_alive():  # in a call of its own, such as making a slab
+        if not self.drain(max(0.0, timeout) + WATCH_S):  # the thread is in a call of its own, such as making a slab
             left += 1
             with self._lock:
                 abandoned = list(self._open.values())
@@ -268,6 +275,10 @@ class TransferEngine:
                 self._publish(job)
         if left:
             log.warning("shutdown left %d threads in calls that have not returned", left)
+        else:
+            for thread in self._threads:
+                thread.join()
+        self._stopped.set()
         return left
 
     def stats(self) -> dict[str, int]:
@@ -358,49 +369,45 @@ class TransferEngine:
             self._results[job.job_id] = result
             self._published.notify_all()
 
-    def _wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait for what results bring about, also while the service thread is held up by a call of its own."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            self._settle_loads()
-            with self._lock:
-                left = WATCH_S if end is None else min(WATCH_S, end - time.monotonic())
-                if self._published.wait_for(condition, max(0.0, left)):
-                    return True
-            if end is not None and time.monotonic() >= end:
-                return False
-
     def _settle_loads(self) -> None:
-        """Unpin and publish loads that have ended. Called by whoever comes first: a poll or the service thread."""
-        if not self._settling.acquire(blocking=False):
-            return
-        try:
-            while (outcome := self._runner.poll(LOAD)) is not None:
-                with self._lock:
-                    job, entries = self._loads.pop(outcome.job_id)
-                for error in outcome.errors:
-                    if error.status.is_damage:
-                        self._store.invalidate(entries[error.chunk], error.status.name.lower())
-                self._store.unpin(entries)
-                job.take(outcome, [entry.slab.name for entry in entries] if outcome.errors else ())
-                self._publish(job)
-        finally:
-            self._settling.release()
-
-    def _serve(self) -> None:
-        """The service thread: everything that may touch the disk or the index on behalf of a caller."""
+        """The loads' thread: unpins and publishes what the runner has finished. Memory only."""
         while True:
-            self._runner.wait((STORE, LOAD), WATCH_S)
+            self._runner.wait((LOAD,), WATCH_S)
+            try:
+                while (outcome := self._runner.poll(LOAD)) is not None:
+                    self._settle_load(outcome)
+            except Exception:  # a defect: whatever it is, the thread must go on, or no load would ever end again
+                log.exception("a load could not be settled")
+            with self._lock:
+                if self._closing and not self._loads:
+                    return
+
+    def _settle_load(self, outcome: JobOutcome) -> None:
+        with self._lock:
+            job, entries = self._loads.pop(outcome.job_id)
+        try:
+            for error in outcome.errors:
+                if error.status.is_damage:
+                    self._store.invalidate(entries[error.chunk], error.status.name.lower())
+            job.take(outcome, [entry.slab.name for entry in entries] if outcome.errors else ())
+        finally:
+            self._store.unpin(entries)
+            job.fail_rest(Status.CANCELLED)
+            self._publish(job)
+
+    def _serve_stores(self) -> None:
+        """The stores' thread: everything that may touch the disk or the index on behalf of a caller."""
+        while True:
+            self._runner.wait((STORE,), WATCH_S)
             with self._lock:
                 queued, closing = list(self._queue), self._closing
                 self._queue.clear()
             try:
-                self._settle_loads()
                 self._writer.settle()
                 with suppress(StoreError):  # closed under the engine: jobs still end, as misses
                     self._store.maintain()
-            except Exception:  # a defect: whatever it is, the thread must go on, or no job would ever end again
-                log.exception("the service thread met an error it did not expect")
+            except Exception:  # a defect: whatever it is, the thread must go on, or no store would ever end again
+                log.exception("stores could not be settled")
             for job in queued:
                 if closing:
                     job.fail_rest(Status.CANCELLED)
@@ -408,5 +415,5 @@ class TransferEngine:
                 else:
                     self._writer.start(job)
             with self._lock:
-                if closing and not self._queue and not self._open:
+                if closing and not self._queue and not self._open and not self._writer.waits_for_writes:
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ class PendingJob:
     block_ids: NDArray[np.int64]  # [num_keys, blocks_per_chunk]
     started: float = field(default_factory=time.monotonic)
     native_id: int = 0  # once it was handed to the runner
+    cancelled: threading.Event = field(default_factory=threading.Event)  # what is not handed over yet will not be
     index: list[int] = field(default_factory=list)  # native chunk -> key
     unanswered: int = -1  # keys; counted down by arrive() and fail()
     _arrived: bytearray = field(default_factory=bytearray)  # [num_keys]

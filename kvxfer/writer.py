@@ -1,4 +1,4 @@
-"""The store side of the engine: what its one service thread does with queued stores.
+"""The store side of the engine: what its one thread for stores does with those that are queued.
 
 Nothing here is called by any other thread, so nothing here is locked.
 """
@@ -13,7 +13,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.jobs import STORE, JobOutcome, JobRunner, Status
 from kvxfer.results import PendingJob
 from kvxfer.slot import SlotLayout
-from kvxfer.store import Reservation, Store
+from kvxfer.store import Entry, Reservation, Store
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class StoreWriter:
         self._runner, self._handles, self._native_ids, self._finished = runner, handles, native_ids, finished
         self._flights: dict[int, _Flight] = {}  # by native id
         self._writes: dict[bytes, _Write] = {}
+        self._held: dict[PendingJob, list[Entry | None]] = {}  # pinned until the job ends
         self._lost: dict[tuple[int, int], Reservation] = {}  # slots under writes that have not returned
 
     def start(self, job: PendingJob) -> None:
@@ -65,12 +66,18 @@ class StoreWriter:
             job.fail_rest(Status.INDEX)
             self._resolve(job, dict.fromkeys(mine, Status.INDEX))
 
+    @property
+    def waits_for_writes(self) -> bool:
+        """There are slots under writes that were given up and have not returned."""
+        return bool(self._lost)
+
     def _plan(self, job: PendingJob) -> None:
         masks = job.masks()
         todo: list[int] = []
+        held = self._held[job] = self._store.pin(self._digest, job.keys)
         for i, key in enumerate(job.keys):
-            if self._store.contains(self._digest, key, masks[i]):
-                job.arrive(i)
+            if (entry := held[i]) is not None and masks[i] & ~entry.mask == 0:
+                job.arrive(i)  # and stays pinned: the job's own chunks must not push it out
             elif (write := self._writes.get(key)) is None:
                 self._writes[key] = _Write(job, masks[i])
                 todo.append(i)
@@ -81,7 +88,11 @@ class StoreWriter:
         if todo:
             self._submit(job, todo, masks)
         elif not job.unanswered:
-            self._finished(job)
+            self._end(job)
+
+    def _end(self, job: PendingJob) -> None:
+        self._store.unpin(self._held.pop(job, ()))
+        self._finished(job)
 
     def settle(self) -> None:
         """Commit what the runner has finished, and take back slots whose lost writes have returned."""
@@ -96,13 +107,18 @@ class StoreWriter:
         try:
             slots = self._store.reserve(self._digest, self._slot, len(todo))
             job.index = todo[: len(slots)]
-            if slots:
+            if job.cancelled.is_set():
+                self._store.release(slots)
+                job.index, status = [], Status.CANCELLED
+            elif slots:
                 native = next(self._native_ids)
                 records = b"".join([s.chunk_record(job.keys[i]) for s, i in zip(slots, job.index, strict=True)])
                 ids = job.block_ids[job.index]
                 self._runner.submit(native, STORE, self._handles, records, ids, self._digest)
                 self._flights[native] = _Flight(job, slots, masks)
                 job.native_id = native
+                if job.cancelled.is_set():  # meanwhile
+                    self._runner.cancel(native)
         except Exception as exc:  # a runner that was shut down, no memory: slots and waiting keys must not stay behind
             _report(f"a store of {len(todo)} chunks could not be started", exc)
             self._store.release(slots)
@@ -149,8 +165,8 @@ class StoreWriter:
                 else:
                     waiter.fail(i, status)
         for each in asked:
-            if not each.unanswered:
-                self._finished(each)
+            if each.unanswered <= 0:
+                self._end(each)
 
 
 def _report(what: str, exc: Exception) -> None:

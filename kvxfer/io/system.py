@@ -1,8 +1,8 @@
-"""The calls with which a store opens, moves, syncs, names and removes its files, over libkvx's table of system calls, so
-that each of them can be made to fail in tests. All raise IOFault.
+"""The calls with which a store opens, reads, writes, syncs, names and removes its files, over libkvx's table of system
+calls, so that each of them can be made to fail in tests. All raise IOFault.
 
-Not in the table, and so Python's own: looking (stat, listing a directory, whether a path is there) and removing an empty
-directory; LMDB's calls on its file are its own.
+Not in the table: what looks (stat, listing a directory, whether a path is there) or removes an empty directory, which
+Python calls itself, and what LMDB does to its file.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Store:
 
         Args:
             config: where, and how much.
-            writers: threads that will write at once, so the engine's `io_threads`: as many slabs are filled side by side.
+            writers: threads that will write at once: the engine's `io_threads`. As many slabs are filled side by side.
             policy: makes the order of eviction for one slot layout.
 
         Raises:

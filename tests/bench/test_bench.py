@@ -67,7 +67,7 @@ def test_every_case_has_its_rows_and_all_answers_are_right(tmp_path: Path) -> No
     trips = {case.split()[0] for case, names in impls.items() if names[:2] == ["plain", "kvxfer"]}
     assert trips == {"store", "load"}
     assert sum(case.startswith("load") for case in impls) == 4
-    assert any(names == ["plain", "kvxfer", "plain 256 KiB"] for names in impls.values())
+    assert any(names == ["plain", "kvxfer", "plain + copy", "plain 256 KiB"] for names in impls.values())
     assert exit_status(table.rows) == 0
     text = out.getvalue()
     assert "vs first" in text
@@ -244,6 +244,11 @@ def test_plain_files_move_every_byte_and_name_what_fails(tmp_path: Path) -> None
     source, target = random_bytes(15_000, 2).reshape(3, -1), allocate(15_000).reshape(3, -1)
     assert files.move(files.calls(source, 5000), 2, write=True) is None
     assert files.move(files.calls(target, 1024), 2, write=False) is None
+    assert np.array_equal(target, source)
+    staging = allocate(2 * 5000).reshape(2, -1)
+    source[:], target[:] = source[::-1].copy(), 0
+    assert files.move(files.calls(source, 5000), 2, write=True, staging=staging) is None
+    assert files.move(files.calls(target, 1024), 2, write=False, staging=staging) is None
     assert np.array_equal(target, source)
     beyond = files.calls(target, 5000)
     beyond["offset"] += 1 << 20

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -79,7 +81,7 @@ def test_pages_that_depend_on_the_sharding_need_a_namespace_that_says_so(tmp_roo
 
 def test_a_store_that_cannot_be_planned_leaves_nothing_behind(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Node(tmp_root, MODEL) as node:
-        for broken in ("reserve", "contains", "commit"):
+        for broken in ("reserve", "pin", "commit"):
 
             def refuse(*_: Any) -> Any:
                 raise MemoryError("no more")
@@ -137,6 +139,96 @@ def test_every_call_in_a_fork_says_so(tmp_root: Path, call: str) -> None:
         os.close(writer)
         assert b"is a fork of it" in os.read(reader, 4096)
         os.close(reader)
+
+
+def test_a_store_does_not_push_out_its_own_head(tmp_root: Path) -> None:
+    """R6: a full store, and a longer chain with the same beginning. What the result says is there is there."""
+    big = Model.random(GEOMETRY, 300)
+    with Node(tmp_root, big, capacity_bytes=5 << 20, slab_bytes=1 << 20) as node:
+        first = node.put(range(300)).bitmap.leading_run()
+        assert 0 < first < 300
+        again = node.put(range(300))
+        assert again.bitmap.leading_run() == again.bitmap.count() == first
+        assert {e.status for e in again.errors} == {Status.NO_SPACE}
+        assert node.reader.lookup(keys_of(range(300))) == first
+        assert node.store.stats().pinned_entries == 0
+        other = node.put(range(50), keys=keys_of(range(50), prompt=1))
+        assert other.bitmap.all(), "pins end with the job"
+
+
+def test_a_store_that_is_being_planned_can_be_cancelled(tmp_root: Path) -> None:
+    with Node(tmp_root, MODEL) as node, FaultyIO() as io:
+        rule = io.hang("fallocate")
+        node.writer.submit_store(1, keys_of([0]), [0])
+        until(partial(_hit, rule), "the stores' thread makes a slab")
+        node.writer.cancel(1)
+        io.release()
+        assert [e.status for e in node.writer.wait([1], 10)[1].errors] == [Status.CANCELLED]
+        assert node.store.stats().reserved_slots == 0
+
+
+def test_slots_under_lost_writes_come_back_after_a_shutdown_too(tmp_root: Path) -> None:
+    with Node(tmp_root, MODEL) as node:
+        for step in range(3):
+            engine = TransferEngine(node.store, node.namespace, node.source, config=node.config)
+            with FaultyIO() as io:
+                rule = io.hang("pwrite", offset=(4096, 1 << 40))
+                engine.submit_store(step, keys_of([step]), [step])
+                until(partial(_hit, rule), "its write hangs")
+                assert engine.shutdown(0.05) == 1
+                assert node.store.stats().quarantined_slots == 1
+                io.release()
+            until(lambda: node.store.stats().quarantined_slots == 0, "the slot comes back")
+
+
+def test_a_signal_in_a_wait_costs_no_job(tmp_root: Path) -> None:
+    """Its handler raises, as that of Ctrl-C does, at whatever instant of a wait."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    with Node(tmp_root, MODEL) as node:
+        node.put(range(10))
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            interrupts = answered = 0
+            for job in range(100, 500):
+                node.reader.submit_load(job, keys_of(range(10)), range(10))
+                while True:
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, 0.0002 + (job % 13) * 0.0001)
+                        taken = node.reader.wait([job], 20)
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                        break
+                    except Interrupted:
+                        interrupts += 1
+                # Without an answer only if the signal came when it had been taken and was on its way to us.
+                assert not taken or taken[job].bitmap.all()
+                answered += len(taken)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert interrupts > 20
+        assert answered > 300
+        assert node.reader.stats()["jobs_open"] == 0
+        assert node.reader.drain(5)
+        assert node.store.stats().pinned_entries == 0
+
+
+def test_a_second_shutdown_waits_for_the_first(tmp_root: Path) -> None:
+    with Node(tmp_root, MODEL) as node, FaultyIO() as io:
+        rule = io.hang("pwrite", offset=(4096, 1 << 40))
+        node.writer.submit_store(1, keys_of([0]), [0])
+        until(partial(_hit, rule), "its write hangs")
+        first = threading.Thread(target=node.writer.shutdown, args=(0.3,))
+        first.start()
+        until(lambda: node.writer._closing, "it has begun")
+        node.writer.shutdown(0.3)
+        assert node.writer.stats()["jobs_open"] == 0
+        first.join()
 
 
 def test_long_keys_are_refused(tmp_root: Path) -> None:

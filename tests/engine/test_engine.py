@@ -291,7 +291,7 @@ def test_a_slab_that_cannot_be_made_holds_up_stores_but_not_loads_or_shutdown(tm
         assert node.store.close(0.2) is False
         assert time.monotonic() - start < 2
         io.release()
-        until(lambda: not engine._service.is_alive(), "the service thread ends")
+        until(lambda: not any(t.is_alive() for t in engine._threads), "the service thread ends")
         assert engine.poll() == []
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from kvxfer import _native
 from kvxfer.errors import IOFault, StoreError
+from kvxfer.staging import AlignedBuffer
 from kvxfer.store import Entry, Store
 from kvxfer.store.slab import SlabFile
 from kvxfer.testing import FaultyIO
@@ -40,7 +41,7 @@ def open_slabs(root: Path) -> int:
 def read_record(record: bytes) -> bytes | None:
     """The first segment of the slot that a kvx_chunk names, read as csrc reads it; None for an errno."""
     handle, offset = struct.unpack_from("=QQ", record)
-    buffer, moved = rig.AlignedBuffer(8192), ctypes.c_uint64()
+    buffer, moved = AlignedBuffer(8192), ctypes.c_uint64()
     n = _native.lib().kvx_file_pread(handle, buffer.address, len(buffer), offset, ctypes.byref(moved))
     return None if n < 0 else buffer.array[: rig.ROW.segment_bytes].tobytes()
 
@@ -109,37 +110,38 @@ def test_a_change_that_waited_for_a_close_leaves_the_root_alone(opened: Opened, 
     assert again.stats().rebuilds == 0
 
 
-def test_a_close_that_is_waited_for_and_the_next_owner(opened: Opened, root: Path, faults: FaultyIO) -> None:
+def test_nothing_changes_after_a_close_that_many_changes_wait_beside(
+    opened: Opened, root: Path, faults: FaultyIO
+) -> None:
     store = opened(writers=1)
     digest = store.register(rig.namespace(), rig.ROW)
-    faults.hang("fallocate", times=1)
-    outcomes: list[object] = []
+    hung = faults.hang("fallocate", times=1)
+    outcomes: list[int | None] = []
 
     def reserve() -> None:
         try:
-            outcomes.append(len(store.reserve(digest, rig.ROW, 100)))
-        except StoreError as exc:
-            outcomes.append(exc)
+            outcomes.append(len(store.reserve(digest, rig.ROW, 30)))
+        except StoreError:
+            outcomes.append(None)
 
     threads = [threading.Thread(target=reserve) for _ in range(4)]
-    before = faults.calls("fallocate")
-    for thread in threads:
-        thread.start()
-    while faults.calls("fallocate") == before:
+    threads[0].start()
+    while not hung.hits:
         time.sleep(0.001)
     closer = threading.Thread(target=store.close)
-    closer.start()
-    time.sleep(0.05)
+    for thread in (threads[1], closer, *threads[2:]):
+        thread.start()
+        time.sleep(0.02)
     faults.release()
-    for thread in (closer, *threads):
+    closer.join(10)
+    after_close = rig.snapshot(root)
+    for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
-    next_owner = opened(writers=1)
-    mine = rig.snapshot(root)
-    time.sleep(0.05)
-    assert rig.snapshot(root) == mine
-    assert all(isinstance(one, StoreError) or one > 0 for one in outcomes)  # type: ignore[operator]
-    assert next_owner.stats().slabs == len(list((root / "slabs").iterdir()))
+    assert set(outcomes) <= {30, None}
+    assert outcomes[0] == 30
+    assert rig.snapshot(root) == after_close
+    assert opened(writers=1).stats().slabs == len(list((root / "slabs").iterdir()))
 
 
 # ---- pins and reservations that outlive it -------------------------------------------------------------------
@@ -151,7 +153,8 @@ def test_what_is_pinned_can_be_read_until_it_is_unpinned(opened: Opened, root: P
     assert all(rig.put(store, digest, KEYS))
     assert open_slabs(root) == 4
     first, twin, other = store.pin(digest, [KEYS[0], KEYS[0], KEYS[1]])
-    assert first is twin is not None and other is not None
+    assert first is not None and other is not None
+    assert first is twin
     assert first.slab is not other.slab
     assert store.close()
     assert open_slabs(root) == 2
@@ -281,8 +284,8 @@ def test_an_index_that_says_it_is_whole_is_not_written(
     store.close()
     before = (root / "index" / "data.mdb").read_bytes()
     faults.fail("fsync", errno.EIO)
-    faults.fail("unlink", errno.EIO)
-    store = opened(direct="off")
+    faults.fail("unlink", errno.EIO, after=1)  # the probe's file goes
+    store = opened()
     store.register(rig.namespace(), rig.ROW)
     assert store.lookup_prefix(digest, KEYS) == 10
     assert rig.put(store, digest, KEYS[10:]) == [False] * 10
