@@ -1,4 +1,4 @@
-// The table through which every system call on a store's files goes, and what wraps it.
+// The table through which calls on a store's files go, and what wraps it.
 #ifndef KVX_CALLS_H
 #define KVX_CALLS_H
 

@@ -7,7 +7,8 @@
  *   - Sizes, offsets and strides are bytes in uint64_t; nothing is ever narrowed to 32 bits.
  *   - Functions that can fail return 0 or a negative errno; nothing throws across this boundary.
  *   - Times are nanoseconds of CLOCK_MONOTONIC (Python's time.monotonic_ns()); 0 means none.
- *   - Every system call on a store's files goes through one table (section 2).
+ *   - Every call that makes, moves, reads or writes a store's files goes through one table (section 2). Looking at names
+ *     (stat, listing a directory) and what LMDB does to its own file does not.
  */
 #ifndef KVX_H
 #define KVX_H
@@ -39,7 +40,7 @@ KVX_API uint32_t kvx_crc32c(const void *data, uint64_t nbytes);
 
 /* ---- 2. System calls ---------------------------------------------------------------------- */
 
-/* Every call a store makes, replaceable one by one. The default table is the C library's. */
+/* The calls of a store and its engine, replaceable one by one. The default table is the C library's. */
 enum kvx_op {
   KVX_OP_OPEN,
   KVX_OP_CLOSE,

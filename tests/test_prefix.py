@@ -124,6 +124,7 @@ def test_blocks_of_one_token() -> None:
     gap = GroupHits(bitmap=without(2, 0), tokens_per_block=1, kind=Kind.SLIDING_WINDOW, window=2)
     assert usable_prefix([gap], prompt_tokens=2).usable_tokens == 0
     assert usable_prefix([gap], prompt_tokens=3).usable_tokens == 2
+    assert usable_prefix([replace(gap, window=9)], prompt_tokens=3).usable_tokens == 0
 
 
 def test_windows_that_cross_chunks() -> None:

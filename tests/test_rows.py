@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.errors import LayoutError
 from kvxfer.geometry import Kind, KVGeometry, ShardSpec
-from kvxfer.layout import PageLayout
+from kvxfer.layout import LAYOUTS, PageLayout
 from kvxfer.mapping import CopyRun
 from kvxfer.rows import (
     PageMapping,
@@ -251,6 +251,15 @@ def test_strides_of_no_known_order_are_refused_or_moved_whole(order: str, change
     mapping = vllm_v1_mapping([page], ShardSpec(tp_size=1), opaque=True)
     assert mapping.row_bytes == page.layout.page_bytes
     assert mapping.topology == "tp1 pp1 dcp1 pcp1 interleave1"
+
+
+@pytest.mark.parametrize("order", LAYOUTS)
+def test_latents_have_one_order_however_it_is_declared(order: str) -> None:
+    page = RowPage(geometry=MLA, layout=LAYOUTS[order](MLA, 1))
+    assert (
+        vllm_v1_mapping([page], ShardSpec(tp_size=2)).cells
+        == vllm_v1_mapping([page_of("mla", MLA)], ShardSpec(tp_size=2)).cells
+    )
 
 
 def test_latents_must_lie_side_by_side() -> None:

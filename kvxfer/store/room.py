@@ -97,8 +97,8 @@ class SlabRoom:
             self.errors += 1
             self._retry_at = time.monotonic() + RETRY_S
             reporter.warn("slab", f"a slab cannot be made; the store goes on with those it has: {exc}")
-            if (self._directory / (slab_name(slab_id) + TEMPORARY)).exists():
-                self._count(cost)  # it could not be removed either
+            if try_unlink(self._directory / (slab_name(slab_id) + TEMPORARY)) is not None:
+                self._count(cost)  # it cannot be removed either
             return Made.FULL if exc.errno in _FULL else Made.FAILED
         self.created += 1
         self._count(cost)

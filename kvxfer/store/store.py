@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -62,7 +62,7 @@ class Store:
         self._info = opened.info
         self._pid = os.getpid()
         self._closed = False
-        self._abandoned = False  # closed while a call on the root had not returned
+        self._gone = threading.Event()  # everything was given back
         self._commits = self._replacements = self._duplicates = self._failed_commits = 0
         self._refused = self._namespace_errors = 0
 
@@ -421,28 +421,34 @@ class Store:
         given back (unpin, release, commit); its slot may be written by the root's next owner meanwhile.
 
         Args:
-            timeout: seconds to wait for a change of the disk that is under way in another thread. If that never ends,
-                nothing is written and the root stays this process's: its call may still land.
+            timeout: seconds to wait for calls on the root: those under way in other threads, and this one's own. Where
+                they do not return, the root stays this process's, since they may still land.
 
         Returns:
             False if it was left like that.
         """
         if os.getpid() != self._pid:
             return True
-        if not self._change.acquire(timeout=timeout):
-            self._closed = self._abandoned = True
-            reporter.warn("close", f"{self.config.root} is left as it is: a call on it has not returned")
-            return False
-        with ExitStack() as held:
-            held.callback(self._change.release)
-            if self._closed:
-                return not self._abandoned
+        # In a thread of its own, left behind where a dead device holds it.
+        closing = threading.Thread(target=self._close, name="kvxfer-close", daemon=True)
+        closing.start()
+        closing.join(max(0.0, timeout))
+        if self._gone.is_set():
+            return True
+        self._closed = True
+        reporter.warn("close", f"{self.config.root} is left as it is: a call on it has not returned")
+        return False
+
+    def _close(self) -> None:
+        with self._change:
+            if self._gone.is_set():
+                return
             self._closed = True
             self._forget_doomed()
             self._index.close()
             self._table.close()
             self._opened.lock.drop()
-            return True
+            self._gone.set()
 
     def __enter__(self) -> Self:
         return self

@@ -275,7 +275,7 @@ def test_what_a_failed_slab_leaves_behind_counts(opened: Opened, root: Path, fau
     store = opened(writers=1)
     digest, *_ = register(store)
     faults.fail("rename", errno.EIO, times=1)
-    faults.fail("unlink", errno.EIO, times=1)
+    faults.fail("unlink", errno.EIO, times=2)
     before = store.stats().disk_bytes
     assert store.reserve(digest, rig.ROW, 1) == []
     assert [path.suffix for path in (root / "slabs").iterdir()] == [".tmp"]
