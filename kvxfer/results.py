@@ -73,7 +73,7 @@ class PendingJob:
     def take(self, outcome: JobOutcome, where: Sequence[str]) -> None:
         """Copy what the runner says of this job's native chunks. `where`: the file of each."""
         self._nbytes += outcome.nbytes
-        for native in np.flatnonzero(outcome.status == Status.OK):
+        for native in np.flatnonzero(outcome.status == 0).tolist():
             self.arrive(self.index[native])
         for error in outcome.errors:
             self._errors.append(replace(error, chunk=self.index[error.chunk], where=where[error.chunk]))
