@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +26,8 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         action="append",
         metavar="DIR",
-        help="where to measure the engine; may be given several times (default: the working directory, and "
-        f"{MEMORY_DIRECTORY} if there is room)",
+        help="where to measure the engine, in a folder of its own that is removed; may be given several times "
+        f"(default: the working directory). {MEMORY_DIRECTORY} comes after them, where there is room",
     )
     out.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine's facts there too")
     out.add_argument("--quick", action="store_true", help="fewer cases and rounds: under a minute")
@@ -56,12 +55,9 @@ def options_of(args: argparse.Namespace) -> Options:
     cores = len(os.sched_getaffinity(0))
     threads: tuple[int, ...] = (args.threads,) if args.threads else tuple(sorted({1, min(2, cores)}))
     defaults = Options()
-    directories = args.dir
-    if directories is None:
-        directories = [Path.cwd()]
-        need = engine.room_needed(defaults)
-        if MEMORY_DIRECTORY.is_dir() and shutil.disk_usage(MEMORY_DIRECTORY).free >= need:
-            directories.append(MEMORY_DIRECTORY)
+    directories = args.dir or [Path.cwd()]
+    if MEMORY_DIRECTORY.is_dir() and MEMORY_DIRECTORY not in directories:
+        directories = [*directories, MEMORY_DIRECTORY]
     lighter: dict[str, Any] = {"budget_s": 1.5, "engine_bytes": 64 * MIB, "tp_sizes": (1, 4)} if args.quick else {}
     return Options(
         only=args.only,

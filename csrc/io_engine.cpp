@@ -75,7 +75,7 @@ void Core::spawn() {
 // ---- workers ------------------------------------------------------------------------------------
 
 bool Core::may_store() const {
-  const uint32_t kept_for_loads = config_.threads > 1 ? std::max(1u, config_.threads / 4) : 0;
+  const uint32_t kept_for_loads = config_.threads > 1 ? std::max(1u, config_.threads / 8) : 0;
   return storing_ < config_.threads - kept_for_loads;
 }
 

@@ -362,7 +362,7 @@ def _runs(near: NDArray[np.int64], far: NDArray[np.int64], size: int) -> tuple[C
         if last is not None and last.fragment_size == length:
             count = last.num_fragments
             steps = (local - last.local_offset, canonical - last.canonical_offset)
-            if count == 1 and steps[1] > 0:
+            if count == 1:
                 runs[-1] = replace(last, num_fragments=2, local_stride=steps[0], canonical_stride=steps[1])
                 continue
             if steps == (count * last.local_stride, count * last.canonical_stride):

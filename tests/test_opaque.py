@@ -1,14 +1,15 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from kvxfer.errors import LayoutError
-from kvxfer.geometry import ShardSpec
+from kvxfer.geometry import KVGeometry, ShardSpec
+from kvxfer.keys import Namespace
 from kvxfer.layout import PageLayout
 from kvxfer.mapping import LocalTensor, verify_tiling
-from kvxfer.opaque import opaque_mapping, opaque_mappings
+from kvxfer.opaque import opaque_mapping, opaque_mappings, opaque_namespace
 
 TENSORS = [PageLayout.whole(size, padding=16, offset=n).tensor for n, size in enumerate((40, 24, 24, 40))]
 SIZES = ShardSpec(tp_size=2, pp_size=2, pcp_size=2, dcp_size=2, interleave=4)
@@ -56,3 +57,21 @@ def test_ranks_that_differ_are_refused() -> None:
         opaque_mappings([TENSORS], ShardSpec(tp_size=2))
     with pytest.raises(LayoutError, match="rank 1: its slot layout"):
         opaque_mappings([TENSORS, TENSORS[:3]], ShardSpec(tp_size=2))
+
+
+def test_the_namespace_names_the_topology() -> None:
+    geometry = KVGeometry.opaque((40, 24), tokens_per_block=16)
+    named = opaque_namespace(geometry, SIZES, model="m", weights_fingerprint="w", blocks_per_chunk=3, parts=2)
+    assert named == Namespace(
+        model="m",
+        weights_fingerprint="w",
+        dtype="uint8",
+        canonical_form="opaque",
+        geometry=[asdict(geometry)],
+        blocks_per_chunk=3,
+        tokens_per_chunk=48,
+        layer_groups=2,
+        topology="tp2 pp2 dcp2 pcp2 interleave4",
+    )
+    plain = opaque_namespace(geometry, ShardSpec(), model="m", weights_fingerprint="w", extra={"layout": "nhd"})
+    assert (plain.blocks_per_chunk, plain.layer_groups, plain.extra) == (1, 1, {"layout": "nhd"})

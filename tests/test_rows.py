@@ -126,6 +126,10 @@ def test_a_row_holds_each_tensors_pages_side_by_side() -> None:
     assert [(m.cells[1].page.num_writers, m.cells[1].page.writer_index) for m in mappings] == [(2, 0), (2, 1)]
 
 
+def test_other_groups_may_have_a_single_byte() -> None:
+    assert vllm_v1_mapping([1, page_of()], ShardSpec(), blocks_per_chunk=3).cells[0].offset == 3
+
+
 def test_a_cell_may_be_larger_than_the_page() -> None:
     small, large = replace(page_of(), cell_bytes=200), replace(page_of(), cell_bytes=127)
     mapping = vllm_v1_mapping([small, small], ShardSpec(), blocks_per_chunk=2)

@@ -260,14 +260,23 @@ def test_plain_files_move_every_byte_and_name_what_fails(tmp_path: Path) -> None
 def test_the_command_line(tmp_path: Path) -> None:
     quick = command.options_of(command.parser().parse_args(["--quick", "--dir", str(tmp_path), "--threads", "3"]))
     full = command.options_of(command.parser().parse_args(["--only", "engine", "--runs", "4"]))
-    assert (quick.quick, quick.dirs, quick.threads, quick.io_threads) == (True, (tmp_path,), (3,), 3)
+    assert (quick.quick, quick.dirs[0], quick.threads, quick.io_threads) == (True, tmp_path, (3,), 3)
     assert (full.quick, full.only, full.runs, full.io_threads) == (False, "engine", 4, 8)
     assert full.dirs[0] == Path.cwd()
+    memory = command.MEMORY_DIRECTORY
+    assert full.dirs[1:] == quick.dirs[1:] == ((memory,) if memory.is_dir() else ())
+    assert command.options_of(command.parser().parse_args(["--dir", str(memory)])).dirs == (memory,)
     assert quick.runs < full.runs or quick.engine_bytes < full.engine_bytes
     for bad in (["--threads", "0"], ["--only", "nothing"]):
         with pytest.raises(SystemExit):
             command.parser().parse_args(bad)
     assert command.main(["--only", "engine", "--dir", str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_directory_without_room_is_left_out_and_said(tmp_path: Path) -> None:
+    table = command.run(tiny(tmp_path, only="engine", engine_bytes=1 << 50), None)
+    assert not table.rows
+    assert "left out" in table.notes[0]
 
 
 def test_facts_name_the_machine() -> None:

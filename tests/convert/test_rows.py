@@ -266,10 +266,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(change: dict[st
 
 def test_a_place_named_twice_is_refused_where_it_is_written() -> None:
     (mapping,) = GROUP.mappings
-    twice = np.array([[0, 1], [1, -1]])
+    twice = np.array([[0, 1], [-1, 0]])
     rows = GOOD["rows"].copy()
     gather_rows(GOOD["tensors"], twice, mapping, rows, GOOD["row_ids"])
-    with pytest.raises(LayoutError, match="block 1 is named twice"):
+    with pytest.raises(LayoutError, match="block 0 is named twice"):
         scatter_rows(rows, GOOD["row_ids"], mapping, GOOD["tensors"], twice)
     with pytest.raises(LayoutError, match="row 2 is named twice"):
         gather_rows(GOOD["tensors"], GOOD["block_ids"], mapping, rows, np.array([2, 2]))
