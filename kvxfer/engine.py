@@ -103,7 +103,7 @@ class TransferEngine:
         self._published = threading.Condition(self._lock)
         self._open: dict[int, PendingJob] = {}  # accepted, no result yet
         self._results: dict[int, TransferResult] = {}  # not taken yet, oldest first
-        self._loads: dict[int, tuple[PendingJob, list[Entry]]] = {}  # by native id, with what they pin
+        self._loads: dict[int, tuple[PendingJob, list[int], list[Entry]]] = {}  # by native id: keys, and what is pinned
         self._queue: deque[PendingJob] = deque()  # stores that their thread has not seen
         self._queued_chunks = {STORE: 0, LOAD: 0}
         self._dropped_chunks = {STORE: 0, LOAD: 0}
@@ -181,7 +181,8 @@ class TransferEngine:
         ) as exc:  # a store that was closed, a runner that was shut down, no memory: the job was accepted
             log.warning("load %d could not be started: %s", job_id, exc)
             with self._lock:
-                self._loads.pop(job.native_id, None)
+                for native in job.native_ids:
+                    self._loads.pop(native, None)
             self._store.unpin(entries)
             job.fail_rest(Status.CANCELLED)
             self._publish(job)
@@ -216,10 +217,10 @@ class TransferEngine:
             left = end - time.monotonic()
             if left <= 0:
                 return False
-            if job.native_id and self._runner.wait_gathered(job.native_id, left) is not False:
+            if not job.planned.is_set():
+                job.planned.wait(left)
+            elif all(self._runner.wait_gathered(n, end - time.monotonic()) is not False for n in job.native_ids):
                 return True
-            if not job.native_id:  # still queued
-                time.sleep(min(0.001, left))
 
     def cancel(self, job_id: int) -> None:
         """End a job now with what has arrived; nothing is written to its pages after its result.
@@ -238,9 +239,9 @@ class TransferEngine:
             job.fail_rest(Status.CANCELLED)
             self._publish(job)
             return
-        job.cancelled.set()  # for a store that is being planned; a job has its native id before that is looked at last
-        if job.native_id:
-            self._runner.cancel(job.native_id)
+        job.cancelled.set()  # for what is being planned: a batch is on the list before that is looked at last
+        for native in list(job.native_ids):
+            self._runner.cancel(native)
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until every accepted job has a result. False if `timeout` seconds did not suffice."""
@@ -346,21 +347,23 @@ class TransferEngine:
     def _start_load(self, job: PendingJob, entries: list[Entry | None], deadline_ns: int) -> None:
         """Hand what is there of a load to the runner; `entries` are pinned, one a key."""
         found = [entry for entry in entries if entry is not None]
-        job.index = [i for i, entry in enumerate(entries) if entry is not None]
+        index = [i for i, entry in enumerate(entries) if entry is not None]
         for _ in range(len(entries) - len(found)):
             job.miss()
         if not found:
             self._publish(job)
             return
-        job.native_id = next(self._native_ids)
+        native = next(self._native_ids)
+        job.native_ids.append(native)
         with self._lock:
-            self._loads[job.native_id] = (job, found)
+            self._loads[native] = (job, index, found)
         records = b"".join([entry.record for entry in found])
-        ids = job.block_ids if len(found) == len(entries) else job.block_ids[job.index]
-        self._runner.submit(job.native_id, LOAD, self._handles, records, ids, self.digest, deadline_ns=deadline_ns)
+        ids = job.block_ids if len(found) == len(entries) else job.block_ids[index]
+        self._runner.submit(native, LOAD, self._handles, records, ids, self.digest, deadline_ns=deadline_ns)
 
     def _publish(self, job: PendingJob) -> None:
         result = job.result()
+        job.planned.set()
         with self._lock:
             if self._open.get(job.job_id) is not job:
                 return  # a shutdown did not wait for it
@@ -384,12 +387,12 @@ class TransferEngine:
 
     def _settle_load(self, outcome: JobOutcome) -> None:
         with self._lock:
-            job, entries = self._loads.pop(outcome.job_id)
+            job, index, entries = self._loads.pop(outcome.job_id)
         try:
             for error in outcome.errors:
                 if error.status.is_damage:
                     self._store.invalidate(entries[error.chunk], error.status.name.lower())
-            job.take(outcome, [entry.slab.name for entry in entries] if outcome.errors else ())
+            job.take(outcome, index, [entry.slab.name for entry in entries] if outcome.errors else ())
         finally:
             self._store.unpin(entries)
             job.fail_rest(Status.CANCELLED)

@@ -39,9 +39,9 @@ class PendingJob:
     keys: Sequence[bytes]
     block_ids: NDArray[np.int64]  # [num_keys, blocks_per_chunk]
     started: float = field(default_factory=time.monotonic)
-    native_id: int = 0  # once it was handed to the runner
+    native_ids: list[int] = field(default_factory=list)  # what was handed to the runner for it
+    planned: threading.Event = field(default_factory=threading.Event)  # `native_ids` is complete
     cancelled: threading.Event = field(default_factory=threading.Event)  # what is not handed over yet will not be
-    index: list[int] = field(default_factory=list)  # native chunk -> key
     unanswered: int = -1  # keys; counted down by arrive() and fail()
     _arrived: bytearray = field(default_factory=bytearray)  # [num_keys]
     _nbytes: int = 0
@@ -70,13 +70,13 @@ class PendingJob:
         """The store does not have a key: its bit stays unset, and that is all there is to say."""
         self.unanswered -= 1
 
-    def take(self, outcome: JobOutcome, where: Sequence[str]) -> None:
-        """Copy what the runner says of this job's native chunks. `where`: the file of each."""
+    def take(self, outcome: JobOutcome, index: Sequence[int], where: Sequence[str]) -> None:
+        """Copy what the runner says. `index`: the key of each native chunk; `where`: its file."""
         self._nbytes += outcome.nbytes
         for native in np.flatnonzero(outcome.status == 0).tolist():
-            self.arrive(self.index[native])
+            self.arrive(index[native])
         for error in outcome.errors:
-            self._errors.append(replace(error, chunk=self.index[error.chunk], where=where[error.chunk]))
+            self._errors.append(replace(error, chunk=index[error.chunk], where=where[error.chunk]))
             self.unanswered -= 1
 
     def withdraw(self, key: int, status: Status) -> None:

@@ -16,6 +16,7 @@ from kvxfer.slot import SlotLayout
 from kvxfer.store import Entry, Reservation, Store
 
 log = logging.getLogger(__name__)
+BATCH = 64  # chunks: while one batch is written the next is planned and the one before committed
 _STATUS = {int(status): status for status in Status}  # faster than Status(code), which counts for thousands of chunks
 
 
@@ -30,9 +31,10 @@ class _Write:
 
 @dataclass(slots=True)
 class _Flight:
-    """A store that the runner has: one slot for each of its chunks."""
+    """A batch of a store that the runner has: a key and a slot for each of its chunks."""
 
     job: PendingJob
+    index: list[int]
     slots: list[Reservation]
     masks: list[int]  # of the job's keys
 
@@ -66,6 +68,7 @@ class StoreWriter:
             mine = [key for key, write in self._writes.items() if write.job is job]
             job.fail_rest(Status.INDEX)
             self._resolve(job, dict.fromkeys(mine, Status.INDEX))
+        job.planned.set()
 
     @property
     def waits_for_writes(self) -> bool:
@@ -86,9 +89,9 @@ class StoreWriter:
                 job.fail(i, Status.DROPPED)  # fewer of its blocks are on their way just now
             else:
                 write.waiters.append((job, i))
-        if todo:
-            self._submit(job, todo, masks)
-        elif not job.unanswered:
+        for start in range(0, len(todo), BATCH):
+            self._submit(job, todo[start : start + BATCH], masks)
+        if not todo and not job.unanswered:
             self._end(job)
 
     def _end(self, job: PendingJob) -> None:
@@ -106,34 +109,36 @@ class StoreWriter:
         slots: list[Reservation] = []
         status = Status.NO_SPACE
         try:
-            slots = self._store.reserve(self._digest, self._slot, len(todo))
-            job.index = todo[: len(slots)]
             if job.cancelled.is_set():
-                self._store.release(slots)
-                job.index, status = [], Status.CANCELLED
-            elif slots:
-                native = next(self._native_ids)
-                records = b"".join([s.chunk_record(job.keys[i]) for s, i in zip(slots, job.index, strict=True)])
-                ids = job.block_ids[job.index]
-                self._runner.submit(native, STORE, self._handles, records, ids, self._digest)
-                self._flights[native] = _Flight(job, slots, masks)
-                job.native_id = native
-                if job.cancelled.is_set():  # meanwhile
-                    self._runner.cancel(native)
+                status = Status.CANCELLED
+            else:
+                slots = self._store.reserve(self._digest, self._slot, len(todo))
+            if slots:
+                self._fly(_Flight(job, todo[: len(slots)], slots, masks))
         except Exception as exc:  # a runner that was shut down, no memory: slots and waiting keys must not stay behind
             _report(f"a store of {len(todo)} chunks could not be started", exc)
             self._store.release(slots)
-            job.index, status = [], Status.INDEX
-        for i in todo[len(job.index) :]:
+            slots, status = [], Status.INDEX
+        failed = todo[len(slots) :]
+        for i in failed:
             job.fail(i, status)
-        self._resolve(job, {job.keys[i]: status for i in todo[len(job.index) :]})
+        self._resolve(job, {job.keys[i]: status for i in failed})
+
+    def _fly(self, flight: _Flight) -> None:
+        job, native = flight.job, next(self._native_ids)
+        records = [s.chunk_record(job.keys[i]) for s, i in zip(flight.slots, flight.index, strict=True)]
+        self._runner.submit(native, STORE, self._handles, b"".join(records), job.block_ids[flight.index], self._digest)
+        self._flights[native] = flight
+        job.native_ids.append(native)
+        if job.cancelled.is_set():  # meanwhile
+            self._runner.cancel(native)
 
     def _land(self, flight: _Flight, outcome: JobOutcome) -> None:
-        job, slots = flight.job, flight.slots
-        job.take(outcome, [slot.slab.name for slot in slots])
+        job, slots, index = flight.job, flight.slots, flight.index
+        job.take(outcome, index, [slot.slab.name for slot in slots])
         codes = outcome.status.tolist()
         written = [n for n, code in enumerate(codes) if not code]
-        items = [(job.keys[job.index[n]], slots[n], flight.masks[job.index[n]]) for n in written]
+        items = [(job.keys[index[n]], slots[n], flight.masks[index[n]]) for n in written]
         unused: list[Reservation] = []
         try:
             committed = dict(zip(written, self._store.commit(self._digest, items), strict=True))
@@ -142,7 +147,7 @@ class StoreWriter:
             committed = dict.fromkeys(written, False)
             unused = [slots[n] for n in written]
         answers: dict[bytes, Status] = {}
-        for n, i in enumerate(job.index):
+        for n, i in enumerate(index):
             status = _STATUS[codes[n]]
             if status is Status.LOST:
                 self._lost[outcome.job_id, n] = slots[n]
