@@ -7,8 +7,8 @@
  *   - Sizes, offsets and strides are bytes in uint64_t; nothing is ever narrowed to 32 bits.
  *   - Functions that can fail return 0 or a negative errno; nothing throws across this boundary.
  *   - Times are nanoseconds of CLOCK_MONOTONIC (Python's time.monotonic_ns()); 0 means none.
- *   - Every call that makes, moves, reads or writes a store's files goes through one table (section 2). Looking at names
- *     (stat, listing a directory) and what LMDB does to its own file does not.
+ *   - Every call that makes, moves, reads or writes a store's files goes through one table (section 2).
+ *     Looking at names (stat, listing a directory) and what LMDB does to its own file does not.
  */
 #ifndef KVX_H
 #define KVX_H
@@ -231,7 +231,7 @@ KVX_API int kvx_scatter(const kvx_mapping *mapping, const int64_t *block_ids, ui
 typedef struct kvx_engine kvx_engine;
 
 typedef struct kvx_engine_config {
-  uint32_t threads;          /* >= 1; stores leave a quarter of them (at least one) to loads */
+  uint32_t threads;          /* >= 1; stores leave an eighth of them (at least one) to loads */
   uint32_t max_lost_threads; /* threads whose call never returned that may be replaced */
   uint64_t io_timeout_ns;    /* a call running longer is given up as KVX_LOST; 0: never */
   uint64_t read_piece_bytes; /* reads are cut into pieces of about this size, on segment boundaries */
