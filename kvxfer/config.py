@@ -168,7 +168,7 @@ class EngineConfig:
     max_lost_threads: int = 8  # given-up threads that are replaced; past that the tier is off
     max_queued_store_chunks: int = 4096  # further stores are dropped and counted
     max_queued_load_chunks: int = 65536  # further loads are misses
-    read_piece_bytes: int = 256 << 10  # a piece stays in the cache while it is summed
+    read_piece_bytes: int = 1 << 20  # a read; large enough for a drive, small enough for a cache while it is summed
     shutdown_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:

@@ -100,6 +100,7 @@ def test_opaque_pages_have_bytes_and_no_structure() -> None:
     assert geometry.layer_page_bytes == (4096, 100)
     assert geometry.block_bytes == 4196
     assert [one.block_bytes for one in geometry.tensors] == [4096, 100]
+    assert KVGeometry.opaque((1,), tokens_per_block=1).block_bytes == 1
     for sizes, message in (((), "num_layers=0"), ((0,), "page_bytes=0"), ((5, -1), "page_bytes=-1")):
         with pytest.raises(LayoutError, match=message):
             KVGeometry.opaque(sizes, tokens_per_block=1)
