@@ -180,7 +180,9 @@ bool Core::finish(Worker *worker, const Outcome &outcome) {
     --busy_;
     storing_ -= job->direction == KVX_STORE;
   }
-  if (job->direction == KVX_STORE) work_.notify_one();  // may_store() may have changed
+  // may_store() may have changed. This thread comes back for the next chunk itself, unless it takes a load,
+  // or leaves.
+  if (job->direction == KVX_STORE && (!stay || !queue_[KVX_LOAD].empty())) work_.notify_one();
   idle_.notify_all();
   bury(job);
   return stay;

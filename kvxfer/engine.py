@@ -99,7 +99,9 @@ class TransferEngine:
         native_ids = itertools.count(1)
         self._native_ids = native_ids
         self._writer = StoreWriter(store, self.digest, slot, self._runner, self._handles, native_ids, self._publish)
-        self._lock = threading.Lock()  # guards what follows; never held across a call that can block
+        # Guards what follows; never held across a call that can block. Reentrant, so that only its owner can release
+        # it: an exception from a signal can leave a wait without the lock that it should have taken again.
+        self._lock = threading.RLock()
         self._published = threading.Condition(self._lock)
         self._open: dict[int, PendingJob] = {}  # accepted, no result yet
         self._results: dict[int, TransferResult] = {}  # not taken yet, oldest first

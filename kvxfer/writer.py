@@ -109,10 +109,11 @@ class StoreWriter:
         slots: list[Reservation] = []
         status = Status.NO_SPACE
         try:
-            if job.cancelled.is_set():
-                status = Status.CANCELLED
-            else:
+            if not job.cancelled.is_set():
                 slots = self._store.reserve(self._digest, self._slot, len(todo))
+            if job.cancelled.is_set():  # before, or while a slab was made
+                self._store.release(slots)
+                slots, status = [], Status.CANCELLED
             if slots:
                 self._fly(_Flight(job, todo[: len(slots)], slots, masks))
         except Exception as exc:  # a runner that was shut down, no memory: slots and waiting keys must not stay behind

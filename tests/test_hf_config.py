@@ -173,13 +173,14 @@ def test_heads_of_older_families() -> None:
         "num_hidden_layers": 32,
         "parallel_attn": True,
     }
-    assert read(falcon, multi_query=True) == [(32, 1, 64, "attention", None)]
+    assert read(falcon) == read(falcon, multi_query=True) == [(32, 1, 64, "attention", None)]
     assert read(falcon, multi_query=False, num_kv_heads=71) == [(32, 71, 64, "attention", None)]
     assert read(falcon, new_decoder_architecture=True, multi_query=True, num_attention_heads=128, num_kv_heads=8,
                 hidden_size=8192) == [(32, 8, 64, "attention", None)]  # fmt: skip
     assert read({"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 6}) == [(6, 12, 64, "attention", None)]
     bigcode = {"model_type": "gpt_bigcode", "n_embd": 768, "n_head": 12, "n_layer": 6}
-    assert read(bigcode, multi_query=True) == [(6, 1, 64, "attention", None)]
+    assert read(bigcode) == read(bigcode, multi_query=True) == [(6, 1, 64, "attention", None)]
+    assert read(LLAMA_70B, num_key_value_heads=1) == [(80, 1, 128, "attention", None)]
     assert read(bigcode, multi_query=False) == [(6, 12, 64, "attention", None)]
 
 
@@ -196,6 +197,8 @@ def test_an_indexers_keys_lie_beside_the_latent() -> None:
     (other,) = geometries_from_hf_config(config, tokens_per_block=64, indexer_bytes=256)
     assert other.extra_bytes == 256
     assert read({**config, "indexer_types": ["full"] * 61}) == [(61, 1, 576, "mla", None)]
+    with pytest.raises(LayoutError, match="a latent with a sliding window"):
+        read({**config, "layer_types": ["indexed_attention"] * 60 + ["sliding_attention"], "sliding_window": 128})
     with pytest.raises(LayoutError, match="indexer_types: some layers share another's"):
         read({**config, "indexer_types": ["full", "shared"]})
 
@@ -247,6 +250,7 @@ def test_a_file_or_its_directory(tmp_path: Path) -> None:
         ({"layer_types": ["chunked_attention"] * 80}, "a layer of 'chunked_attention'"),
         ({"layer_types": ["sliding_attention"] * 80}, "none of sliding_window"),
         ({"sliding_window": 4096}, "sliding_window=4096 without layer_types: which layers of a 'llama'"),
+        ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": "8"}, "max_window_layers='8'"),
         ({"num_kv_shared_layers": 80}, "num_kv_shared_layers=80 leaves none of 80 layers"),
         ({"model_type": "gemma3n_text", "head_dim": 128}, "has no num_kv_shared_layers"),
         ({"multi_query": True}, "known of other families"),

@@ -39,6 +39,7 @@ def tiny(path: Path, **other: Any) -> Options:
         "converter_bytes": 64 << 10,
         "engine_bytes": 256 << 10,
         "row_sizes": (64 << 10, 300 << 10),
+        "engine": {"read_piece_bytes": 256 << 10},
     }
     return Options(**settings | other)
 

@@ -203,7 +203,9 @@ def test_a_signal_in_a_wait_costs_no_job(tmp_root: Path) -> None:
                         taken = node.reader.wait([job], 20)
                         signal.setitimer(signal.ITIMER_REAL, 0)
                         break
-                    except Interrupted:
+                    except (Interrupted, RuntimeError):
+                        # Where it comes as threading.Condition takes the lock again, it shows as "cannot release
+                        # un-acquired lock".
                         interrupts += 1
                 # Without an answer only if the signal came when it had been taken and was on its way to us.
                 assert not taken or taken[job].bitmap.all()
