@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvxfer.bitmap import CompletionBitmap
     from kvxfer.config import EngineConfig, StoreConfig
     from kvxfer.convert.pages import KVPages
+    from kvxfer.convert.rows import gather_rows, scatter_rows
     from kvxfer.engine import TransferEngine, TransferResult
     from kvxfer.errors import (
         ConfigError,
@@ -24,11 +25,22 @@ if TYPE_CHECKING:
         NativeError,
         StoreError,
     )
-    from kvxfer.geometry import PRESETS, Kind, KVGeometry, ShardSpec
+    from kvxfer.geometry import MODELS, PRESETS, Kind, KVGeometry, ShardSpec
+    from kvxfer.hf_config import geometries_from_hf_config
     from kvxfer.jobs import ChunkError, Status
     from kvxfer.keys import Namespace, kvx1_namespace, make_offload_key, weights_fingerprint
     from kvxfer.layout import LAYOUTS, PageLayout, kvx1_mapping, kvx1_slot, row_mapping
-    from kvxfer.prefix import PrefixResult, full_attention
+    from kvxfer.opaque import opaque_mapping, opaque_namespace
+    from kvxfer.prefix import (
+        GroupHits,
+        PrefixResult,
+        full_attention,
+        on_all_ranks,
+        sliding_window,
+        state_space,
+        usable_prefix,
+    )
+    from kvxfer.rows import RowMapping, RowPage, row_pages, vllm_v1_mapping
     from kvxfer.slot import SlotLayout
     from kvxfer.store import Store
 
@@ -42,11 +54,17 @@ _HOMES = {
         "ConfigError", "EngineClosed", "ForkError", "FormatError", "IOFault", "KvxferError", "LayoutError",
         "NativeError", "StoreError",
     ),
-    "kvxfer.geometry": ("PRESETS", "KVGeometry", "Kind", "ShardSpec"),
+    "kvxfer.convert.rows": ("gather_rows", "scatter_rows"),
+    "kvxfer.geometry": ("MODELS", "PRESETS", "KVGeometry", "Kind", "ShardSpec"),
+    "kvxfer.hf_config": ("geometries_from_hf_config",),
     "kvxfer.jobs": ("ChunkError", "Status"),
     "kvxfer.keys": ("Namespace", "kvx1_namespace", "make_offload_key", "weights_fingerprint"),
     "kvxfer.layout": ("LAYOUTS", "PageLayout", "kvx1_mapping", "kvx1_slot", "row_mapping"),
-    "kvxfer.prefix": ("PrefixResult", "full_attention"),
+    "kvxfer.opaque": ("opaque_mapping", "opaque_namespace"),
+    "kvxfer.prefix": (
+        "GroupHits", "PrefixResult", "full_attention", "on_all_ranks", "sliding_window", "state_space", "usable_prefix",
+    ),
+    "kvxfer.rows": ("RowMapping", "RowPage", "row_pages", "vllm_v1_mapping"),
     "kvxfer.slot": ("SlotLayout",),
     "kvxfer.store": ("Store",),
 }  # fmt: skip
@@ -60,6 +78,7 @@ __all__ = [
     "EngineConfig",
     "ForkError",
     "FormatError",
+    "GroupHits",
     "IOFault",
     "KVGeometry",
     "KVPages",
@@ -67,11 +86,14 @@ __all__ = [
     "KvxferError",
     "LAYOUTS",
     "LayoutError",
+    "MODELS",
     "Namespace",
     "NativeError",
     "PRESETS",
     "PageLayout",
     "PrefixResult",
+    "RowMapping",
+    "RowPage",
     "ShardSpec",
     "SlotLayout",
     "Status",
@@ -82,11 +104,22 @@ __all__ = [
     "TransferResult",
     "__version__",
     "full_attention",
+    "gather_rows",
+    "geometries_from_hf_config",
     "kvx1_mapping",
     "kvx1_namespace",
     "kvx1_slot",
     "make_offload_key",
+    "on_all_ranks",
+    "opaque_mapping",
+    "opaque_namespace",
     "row_mapping",
+    "row_pages",
+    "scatter_rows",
+    "sliding_window",
+    "state_space",
+    "usable_prefix",
+    "vllm_v1_mapping",
     "weights_fingerprint",
 ]
 

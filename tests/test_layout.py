@@ -73,6 +73,15 @@ def test_padding_and_offset_are_outside_the_page() -> None:
     assert int(mapping.runs["local_offset"].min()) == 40
 
 
+def test_what_is_left_out_is_nothing() -> None:
+    pages = [make(SMALL, 2) for make in LAYOUTS.values()]
+    for page in (*pages, PageLayout.whole(192)):
+        assert (page.block_stride, page.offset) == (page.page_bytes, 0)
+    assert kvx1_slot(SMALL) == kvx1_slot(SMALL, blocks_per_chunk=1, layer_groups=1)
+    assert local_layers(SMALL, ShardSpec()) == local_layers(SMALL, ShardSpec(), 1)
+    assert {mapping.blocks_per_chunk for mapping in kvx1_mappings(SMALL, 2, pages[0])} == {1}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -17,6 +17,7 @@ from kvxfer.bitmap import CompletionBitmap
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.engine import TransferEngine
+from kvxfer.errors import LayoutError
 from kvxfer.geometry import Kind, KVGeometry, ShardSpec
 from kvxfer.jobs import Status
 from kvxfer.keys import Namespace, kvx1_namespace, make_offload_key
@@ -306,6 +307,9 @@ def test_states_come_back_under_their_own_topology_alone(store: Store) -> None:
     keys, ids = keys_of(6), list(range(6))
     source = ranks(here, seed=5)
     assert move(store, named(here), source, "submit_store", keys, ids).bitmap.all()
+    for wrong in (named(there), namespace_of(geometry)):
+        with pytest.raises(LayoutError, match="topology 'tp2 pp1 dcp1 pcp1 interleave1'; the namespace has"):
+            TransferEngine(store, wrong, source, config=CONFIG)
     foreign = ranks(there, seed=None)
     assert move(store, named(there), foreign, "submit_load", keys, ids).bitmap.none()
     target = ranks(here, seed=None)
