@@ -32,12 +32,12 @@ def show(report: Report, geometry: KVGeometry, console: Console | None = None) -
         f"{_size(geometry.block_bytes)} each; {report.io_mode}"
     )
     console.print(f"  stored   by TP{report.store_shards} from {report.store_layout} pages")
-    console.print(f"  damaged  {_numbers(report.lost_blocks)}, on disk")
+    console.print(f"  damaged  {_numbers(report.lost_blocks)}{', on disk' if report.lost_blocks else ''}")
     console.print(f"  loaded   by TP{report.load_shards} into {report.load_layout} pages\n")
     _show_blocks(report, console, plain)
     _show_tokens(report, console, plain)
     _show_speed(report, console, plain)
-    console.print(f"Verified {report.chunks_verified} chunks, refused {report.chunks_refused}.")
+    console.print(f"Checked {report.chunks_verified} chunks, refused {report.chunks_refused} of them.")
     wrong = f"[bold red]{report.bytes_wrong:,} WRONG[/bold red]" if report.bytes_wrong else "[green]0 wrong[/green]"
     console.print(f"Compared {report.bytes_checked:,} loaded bytes with the source: {wrong}.")
 
@@ -73,6 +73,8 @@ def _show_tokens(report: Report, console: Console, plain: int) -> None:
     everything = report.all_or_nothing_recompute_tokens
     table.add_row("all or nothing", f"{prompt - everything}", f"{everything}")
     console.print(table)
+    if report.arrived_blocks == report.requested_blocks:
+        console.print("(One token must be computed for the model to go on, rounded up to a block.)")
 
 
 def _show_speed(report: Report, console: Console, plain: int) -> None:
