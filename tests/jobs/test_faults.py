@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +14,8 @@ import pytest
 
 from kvxfer import _native
 from kvxfer.convert.pages import KVPages
-from kvxfer.errors import ConfigError, ForkError, NativeError
+from kvxfer.errors import ConfigError, NativeError
 from kvxfer.jobs import LOAD, STORE, Status
-from kvxfer.layout import row_mapping
 from kvxfer.testing import FaultyIO
 from tests.jobs.rig import GEOMETRY, Rig, expect, poisoned, ranks
 from tests.oracle import Model
@@ -406,97 +401,3 @@ def test_submit_does_not_wait_for_slow_storage(tmp_path: Path, source) -> None:
         for _ in range(200):
             assert not rig.finish(STORE).status.any()
         assert sorted(took)[150] < 0.005  # the machine may hold a thread up now and then; the storage would each time
-
-
-# ---- processes ---------------------------------------------------------------------------------------------------
-
-
-def test_a_fork_says_so(tmp_path: Path, source, target) -> None:
-    with Rig(tmp_path / "slots", source) as rig:
-        rig.store(source, EACH)
-        reader, writer = os.pipe()
-        if (child := os.fork()) == 0:
-            try:
-                rig.submit(LOAD, target, EACH)
-                os.write(writer, b"submitted")
-            except ForkError as exc:
-                os.write(writer, str(exc).encode())
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        said = os.read(reader, 4096).decode()
-        assert f"process {child} is a fork" in said
-        assert not rig.load(target, EACH).status.any()
-
-
-def test_exit_without_close_ends_the_process(tmp_path: Path) -> None:
-    """Threads in a call that never returns do not keep a process from ending."""
-    script = textwrap.dedent(
-        f"""
-        import sys, pathlib, time
-        from tests.jobs import rig as r
-        from kvxfer.testing import FaultyIO
-        model = r.Model.random(r.GEOMETRY, 4)
-        pages = r.ranks(model, "nhd", 1, filled=True)
-        rig = r.Rig(pathlib.Path({str(tmp_path / "slots")!r}), pages)
-        rig.store(pages, [[0], [1]])
-        rule = FaultyIO().hang("pread")
-        rig.submit(r.LOAD, pages, [[0], [1]])
-        while rule.hits < 2: time.sleep(0.01)
-        print("hanging", flush=True)
-        """
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "hanging\n" and done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_sigkill_in_a_write_leaves_no_believable_chunk(tmp_path: Path, before: bool, target) -> None:
-    script = textwrap.dedent(
-        f"""
-        import pathlib
-        from tests.jobs import rig as r
-        from kvxfer.testing import FaultyIO
-        model = r.Model.random(r.GEOMETRY, 8)
-        pages = r.ranks(model, "nhd", 2, filled=True)
-        rig = r.Rig(pathlib.Path({str(tmp_path / "slots")!r}), pages, threads=1)
-        FaultyIO().kill("pwrite", before={before}, nbytes=5000, after=3)
-        rig.store(pages, [[b] for b in range(8)])
-        """
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    with Rig(tmp_path / "slots", target) as rig:
-        outcome = rig.load(target, EACH)
-        torn = Status.TRUNCATED
-        assert outcome.status.tolist() == [0, 0, 0, torn, torn, torn, torn, torn]
-    expect(MODEL, "hnd", target, range(3))
-
-
-def test_many_jobs_at_once_from_many_threads(tmp_path: Path, source) -> None:
-    """Loads into disjoint targets from several threads: every job ends once, with the right bytes."""
-    rows = np.random.default_rng(3).integers(0, 256, (32, 9000), dtype=np.uint8)
-    pages = KVPages(row_mapping(9000), [rows], 32)
-    with Rig(tmp_path / "slots", [pages], threads=4, live=False) as rig:
-        rig.store([pages], [[b] for b in range(32)])
-        back = [np.zeros_like(rows) for _ in range(4)]
-        targets = [KVPages(row_mapping(9000), [b], 32) for b in back]
-        ended: list[int] = []
-        lock = threading.Lock()
-
-        def work(target: KVPages) -> None:
-            for first in range(0, 32, 4):
-                with lock:
-                    rig.submit(LOAD, [target], [[b] for b in range(first, first + 4)], chunks=range(first, first + 4))
-            while len(ended) < 32:
-                if (outcome := rig.runner.poll(LOAD)) is not None:
-                    assert not outcome.status.any()
-                    ended.append(outcome.job_id)
-
-        threads = [threading.Thread(target=work, args=(t,)) for t in targets]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert sorted(ended) == list(range(2, 34))
-    assert all(np.array_equal(b, rows) for b in back)
