@@ -19,9 +19,9 @@ import lmdb
 
 from kvxfer.errors import IOFault
 from kvxfer.io.system import read_small, replace_file, sync_directory, sys_mkdir, sys_unlink
+from kvxfer.report import reporter
 from kvxfer.slot import MAX_KEY_BYTES
 from kvxfer.store.entry import Entry
-from kvxfer.store.report import reporter
 
 try:
     from lmdb import verify as lmdb_verify

@@ -10,8 +10,8 @@ from kvxfer.config import StoreConfig
 from kvxfer.errors import StoreError
 from kvxfer.io.system import read_small, replace_file, sys_mkdir, try_unlink
 from kvxfer.keys import Namespace
+from kvxfer.report import reporter
 from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
-from kvxfer.store.report import reporter
 from kvxfer.store.root import FORMAT, NAMESPACE_FILE, NAMESPACES
 
 

@@ -15,11 +15,11 @@ from kvxfer.config import StoreConfig, slab_cost
 from kvxfer.errors import ConfigError, FormatError, IOFault
 from kvxfer.io.modes import IOMode, probe_mode, refuse_network
 from kvxfer.io.system import sys_mkdir, try_unlink
+from kvxfer.report import reporter
 from kvxfer.store.entry import Entry
 from kvxfer.store.index import TRANSACTION, Index, IndexRecord
 from kvxfer.store.namespaces import NamespaceFiles
 from kvxfer.store.rebuild import scan_slabs
-from kvxfer.store.report import reporter
 from kvxfer.store.root import (
     INDEX,
     NAMESPACES,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from kvxfer import _native
 from kvxfer.errors import IOFault
+from kvxfer.report import reporter
 from kvxfer.slot import TRAILER_SUMS, SlotLayout
 from kvxfer.staging import AlignedBuffer
 from kvxfer.store.index import IndexRecord
-from kvxfer.store.report import reporter
 from kvxfer.store.slab import SlabFile
 
 

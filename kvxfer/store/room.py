@@ -9,9 +9,9 @@ from enum import Enum
 from kvxfer.config import StoreConfig, slab_cost
 from kvxfer.errors import ConfigError, IOFault
 from kvxfer.io.system import TEMPORARY, try_unlink
+from kvxfer.report import reporter
 from kvxfer.slot import SlotLayout
 from kvxfer.store.opening import Opened
-from kvxfer.store.report import reporter
 from kvxfer.store.root import SLABS
 from kvxfer.store.slab import SlabFile, slab_file_bytes, slab_name, slots_for
 from kvxfer.store.table import Table

@@ -26,9 +26,9 @@ from kvxfer.io.system import (
     sys_open,
     write_all,
 )
+from kvxfer.report import reporter
 from kvxfer.slot import ALIGNMENT
 from kvxfer.store.index import DATA, STATE
-from kvxfer.store.report import reporter
 from kvxfer.store.slab import SLAB_NAME
 
 FORMAT = 1

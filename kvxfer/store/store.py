@@ -24,12 +24,12 @@ from kvxfer.config import StoreConfig
 from kvxfer.errors import ConfigError, ForkError, IOFault, StoreError
 from kvxfer.keys import Namespace
 from kvxfer.policy import LRUPolicy
+from kvxfer.report import reporter
 from kvxfer.slot import MAX_KEY_BYTES, SlotLayout
 from kvxfer.store.entry import Entry, Reservation, SlotState
 from kvxfer.store.index import TRANSACTION, Index, IndexRecord, Put
 from kvxfer.store.namespaces import NamespaceFiles, describe
 from kvxfer.store.opening import Opened, fill, open_root
-from kvxfer.store.report import reporter
 from kvxfer.store.room import Made, SlabRoom
 from kvxfer.store.root import INDEX, RootInfo, write_root
 from kvxfer.store.stats import StoreStats

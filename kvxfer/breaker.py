@@ -1,0 +1,1 @@
+"""Placeholder: when a tier that keeps failing is turned off."""

@@ -1,0 +1,1 @@
+"""Placeholder: counters of the core."""

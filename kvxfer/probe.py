@@ -1,0 +1,1 @@
+"""Placeholder: what this machine has."""
