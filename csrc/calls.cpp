@@ -2,7 +2,6 @@
 #include "calls.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -77,7 +76,22 @@ int libc_dioalign(int fd, uint32_t *memory_align, uint32_t *offset_align) {
 int libc_unlink(const char *path) { return or_errno(::unlink(path)); }
 int libc_rename(const char *from, const char *to) { return or_errno(::rename(from, to)); }
 int libc_mkdir(const char *path, int mode) { return or_errno(::mkdir(path, static_cast<mode_t>(mode))); }
-int libc_flock(int fd, int operation) { return or_errno(::flock(fd, operation)); }
+// F_OFD_*: Linux 3.15; older C libraries have no names for them.
+#ifndef F_OFD_GETLK
+#define F_OFD_GETLK 36
+#define F_OFD_SETLK 37
+#endif
+int libc_lock(int fd, uint64_t offset, int operation) {
+  struct ::flock range = {};
+  range.l_type = operation == KVX_LOCK_DROP ? F_UNLCK : F_WRLCK;
+  range.l_whence = SEEK_SET;
+  range.l_start = static_cast<off_t>(offset);
+  range.l_len = 1;
+  if (::fcntl(fd, operation == KVX_LOCK_TEST ? F_OFD_GETLK : F_OFD_SETLK, &range) < 0) {
+    return errno == EACCES || errno == EAGAIN ? -EWOULDBLOCK : -errno;
+  }
+  return operation == KVX_LOCK_TEST && range.l_type != F_UNLCK ? -EWOULDBLOCK : 0;
+}
 int libc_mmap(uint64_t length, void **out) {
   void *address = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (address == MAP_FAILED) return -errno;
@@ -90,7 +104,7 @@ int libc_mmap(uint64_t length, void **out) {
 
 constexpr Calls kLibc = {libc_open,      libc_close, libc_pread, libc_pwrite,   libc_fallocate,
                          libc_ftruncate, libc_fsync, libc_size,  libc_dioalign, libc_unlink,
-                         libc_rename,    libc_mkdir, libc_flock, libc_mmap};
+                         libc_rename,    libc_mkdir, libc_lock, libc_mmap};
 
 // ---- fault rules ------------------------------------------------------------------------------------------
 
@@ -280,8 +294,8 @@ int faulty_rename(const char *from, const char *to) {
 int faulty_mkdir(const char *path, int mode) {
   return plain(KVX_OP_MKDIR, [&] { return libc_mkdir(path, mode); });
 }
-int faulty_flock(int fd, int operation) {
-  return plain(KVX_OP_FLOCK, [&] { return libc_flock(fd, operation); });
+int faulty_lock(int fd, uint64_t offset, int operation) {
+  return plain(KVX_OP_LOCK, [&] { return libc_lock(fd, offset, operation); });
 }
 int faulty_mmap(uint64_t length, void **out) {
   return plain(KVX_OP_MMAP, [&] { return libc_mmap(length, out); });
@@ -289,7 +303,7 @@ int faulty_mmap(uint64_t length, void **out) {
 
 constexpr Calls kFaulty = {faulty_open,      faulty_close, faulty_pread, faulty_pwrite,   faulty_fallocate,
                            faulty_ftruncate, faulty_fsync, faulty_size,  faulty_dioalign, faulty_unlink,
-                           faulty_rename,    faulty_mkdir, faulty_flock, faulty_mmap};
+                           faulty_rename,    faulty_mkdir, faulty_lock, faulty_mmap};
 
 }  // namespace
 
@@ -363,7 +377,9 @@ int64_t kvx_sys_size(int fd) { return calls(KVX_OP_FSTAT).size(fd); }
 int kvx_sys_unlink(const char *path) { return calls(KVX_OP_UNLINK).unlink(path); }
 int kvx_sys_rename(const char *from, const char *to) { return calls(KVX_OP_RENAME).rename(from, to); }
 int kvx_sys_mkdir(const char *path, int mode) { return calls(KVX_OP_MKDIR).mkdir(path, mode); }
-int kvx_sys_flock(int fd, int operation) { return calls(KVX_OP_FLOCK).flock(fd, operation); }
+int kvx_sys_lock(int fd, uint64_t offset, int operation) {
+  return calls(KVX_OP_LOCK).lock(fd, offset, operation);
+}
 int kvx_sys_dioalign(int fd, uint32_t *memory_align, uint32_t *offset_align) {
   return calls(KVX_OP_FSTAT).dioalign(fd, memory_align, offset_align);
 }

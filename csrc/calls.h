@@ -23,7 +23,7 @@ struct Calls {
   int (*unlink)(const char *path);
   int (*rename)(const char *from, const char *to);
   int (*mkdir)(const char *path, int mode);
-  int (*flock)(int fd, int operation);
+  int (*lock)(int fd, uint64_t offset, int operation);
   // Private anonymous memory, readable and writable: staging. 0 and *out, or -errno.
   int (*mmap)(uint64_t length, void **out);
 };

@@ -53,7 +53,7 @@ enum kvx_op {
   KVX_OP_UNLINK,
   KVX_OP_RENAME,
   KVX_OP_MKDIR,
-  KVX_OP_FLOCK,
+  KVX_OP_LOCK,
   KVX_OP_MMAP,
   KVX_OP_COUNT
 };
@@ -99,7 +99,11 @@ KVX_API int64_t kvx_sys_size(int fd);
 KVX_API int kvx_sys_unlink(const char *path);
 KVX_API int kvx_sys_rename(const char *from, const char *to);
 KVX_API int kvx_sys_mkdir(const char *path, int mode);
-KVX_API int kvx_sys_flock(int fd, int operation);
+/* The lock on one byte of an open file (F_OFD_SETLK): kept by the open file, so that it ends when the last
+ * descriptor of it is closed, however the process ended. Never waits. 0, or -EWOULDBLOCK where another open
+ * file has it. */
+enum kvx_lock_operation { KVX_LOCK_TRY = 1, KVX_LOCK_DROP = 2, KVX_LOCK_TEST = 3 };
+KVX_API int kvx_sys_lock(int fd, uint64_t offset, int operation);
 /* statx's direct-I/O alignment of an open file: 0, or -errno (-EOPNOTSUPP where the kernel does not tell). */
 KVX_API int kvx_sys_dioalign(int fd, uint32_t *memory_align, uint32_t *offset_align);
 

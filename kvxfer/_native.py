@@ -19,11 +19,12 @@ UINT64_MAX = 2**64 - 1
 
 OPS = (
     "open", "close", "pread", "pwrite", "fallocate", "ftruncate", "fsync",
-    "fstat", "unlink", "rename", "mkdir", "flock", "mmap",
+    "fstat", "unlink", "rename", "mkdir", "lock", "mmap",
 )  # fmt: skip
 FAULT_ACTIONS = {
     "errno": 1, "short": 2, "delay": 3, "hang": 4, "kill_before": 5, "kill_after": 6, "flip": 7,
 }  # fmt: skip
+LOCK_TRY, LOCK_DROP, LOCK_TEST = 1, 2, 3  # kvx_lock_operation
 STORE, LOAD = 0, 1
 
 
@@ -172,7 +173,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvx_sys_unlink": (_INT, (_STR,)),
     "kvx_sys_rename": (_INT, (_STR, _STR)),
     "kvx_sys_mkdir": (_INT, (_STR, _INT)),
-    "kvx_sys_flock": (_INT, (_INT, _INT)),
+    "kvx_sys_lock": (_INT, (_INT, _U64, _INT)),
     "kvx_sys_dioalign": (_INT, (_INT, _P, _P)),
     "kvx_file_adopt": (_P, (_INT, _STR, _INT)),
     "kvx_file_release": (None, (_P,)),

@@ -93,11 +93,25 @@ def sys_size(fd: int, path: Path) -> int:
     return result
 
 
-def sys_flock(fd: int, operation: int, path: Path) -> bool:
-    """False where another open file holds the lock and `operation` has LOCK_NB."""
-    result = int(_native.lib().kvx_sys_flock(fd, operation))
+def sys_lock(fd: int, offset: int, path: Path) -> bool:
+    """Takes the lock on one byte, if no other open file has it. It ends when `fd` (and its copies) are closed."""
+    return _lock(fd, offset, _native.LOCK_TRY, path)
+
+
+def sys_unlock(fd: int, offset: int, path: Path) -> None:
+    """Gives it back."""
+    _lock(fd, offset, _native.LOCK_DROP, path)
+
+
+def sys_locked(fd: int, offset: int, path: Path) -> bool:
+    """Whether another open file has the lock on that byte."""
+    return not _lock(fd, offset, _native.LOCK_TEST, path)
+
+
+def _lock(fd: int, offset: int, operation: int, path: Path) -> bool:
+    result = int(_native.lib().kvx_sys_lock(fd, offset, operation))
     if result < 0 and result != -errno.EWOULDBLOCK:
-        raise fault(result, "flock", path)
+        raise fault(result, "lock", path)
     return result >= 0
 
 

@@ -50,15 +50,28 @@ class SlotState(Enum):
     SETTLED = "settled"  # committed or released
 
 
+class Lease:
+    """Slots that were taken together. The index names it, so that no other process takes them."""
+
+    __slots__ = ("number", "open", "slots", "void")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.open = 0  # reservations that are not settled
+        self.slots: list[tuple[int, int, int]] = []  # (slab, slot, generation), as the index has them
+        self.void = False  # the index was lost, or another process took this one for dead: nothing can be committed
+
+
 class Reservation:
     """A slot that is the caller's to write, until it is committed or released. Its slab stays open for so long."""
 
-    __slots__ = ("generation", "slab", "slot", "state")
+    __slots__ = ("generation", "lease", "slab", "slot", "state")
 
-    def __init__(self, slab: SlabFile, slot: int, generation: int) -> None:
+    def __init__(self, slab: SlabFile, slot: int, generation: int, lease: Lease) -> None:
         self.slab = slab
         self.slot = slot
         self.generation = generation
+        self.lease = lease
         self.state = SlotState.RESERVED
 
     @property

@@ -2,13 +2,15 @@
 
 The index may be lost at any time without harm: it is rebuilt from the trailers. So nothing here raises into the store
 for a storage error; calls answer False, and `errors` and `last_error` tell.
+
+Several processes have it open at once. LMDB's own locks are not used: whoever reads or writes it holds the lock of the
+root (members.py), so that no reader that was stopped keeps pages from being used again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -20,8 +22,23 @@ import lmdb
 from kvxfer.errors import IOFault
 from kvxfer.io.system import read_small, replace_file, sync_directory, sys_mkdir, sys_unlink
 from kvxfer.report import reporter
-from kvxfer.slot import MAX_KEY_BYTES
-from kvxfer.store.entry import Entry
+from kvxfer.store import changes
+from kvxfer.store.records import (
+    DIGEST_BYTES,
+    LEASES,
+    MEMBERS,
+    SLABS,
+    EpochName,
+    EpochRow,
+    IndexRecord,
+    Item,
+    Put,
+    Row,
+    gone,
+    item,
+    parse,
+    parse_name,
+)
 
 try:
     from lmdb import verify as lmdb_verify
@@ -34,14 +51,11 @@ BATCH = 4096  # records of one transaction when the index is written anew
 # Records of the store's transactions (store.py). A transaction of that many touches at most 4 MiB of pages.
 TRANSACTION = 256
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_FORMAT = 1
-_DIGEST = 32
-_VALUE = struct.Struct("<QQQ32s")  # slab, slot, generation, mask
-_EPOCH = b"epoch"
-_EPOCH_VALUE = struct.Struct("<Q")
+_FORMAT = 2
 _MAX_EPOCHS = 65536
 # A record in pages that are half full, and pages that three transactions in a row may hold before they can be reused.
 _RECORD_BYTES, _FIXED_BYTES, _TOUCHED_BYTES, _VERSIONS = 330, 64 << 10, 4 << 20, 3
+_LOG_SHARE = 16  # the log of changes has this part of the file
 # After these the environment is of no more use, or has no room even to delete.
 _BROKEN = tuple(
     getattr(lmdb, name)
@@ -50,29 +64,6 @@ _BROKEN = tuple(
         "VersionMismatchError", "BadTxnError", "BadDbiError", "PageFullError", "CursorFullError",
     )
 )  # fmt: skip
-
-
-class IndexRecord(NamedTuple):
-    """Where one chunk is."""
-
-    digest: bytes
-    key: bytes
-    slab_id: int
-    slot: int
-    generation: int
-    mask: int
-
-    @classmethod
-    def of(cls, entry: Entry) -> IndexRecord:
-        """The record of an entry."""
-        return cls(entry.digest, entry.key, entry.slab.slab_id, entry.slot, entry.generation, entry.mask)
-
-
-class Put(NamedTuple):
-    """A record to write, and the generation that the table knows under its key (0: none)."""
-
-    record: IndexRecord
-    expected: int
 
 
 class Loaded(NamedTuple):
@@ -84,7 +75,7 @@ class Loaded(NamedTuple):
 
 def max_records(map_bytes: int) -> int:
     """How many entries an index file of `map_bytes` can name with room to change them."""
-    live = map_bytes - _FIXED_BYTES
+    live = map_bytes - map_bytes // _LOG_SHARE - _FIXED_BYTES
     if live // (_VERSIONS + 1) <= _TOUCHED_BYTES:
         return live // (_VERSIONS + 1) // _RECORD_BYTES
     return (live - _VERSIONS * _TOUCHED_BYTES) // _RECORD_BYTES
@@ -98,19 +89,8 @@ def boot_id() -> str:
         return ""
 
 
-def _pack(record: IndexRecord) -> bytes:
-    return _VALUE.pack(record.slab_id, record.slot, record.generation, record.mask.to_bytes(32, "little"))
-
-
-def _unpack(key: bytes, value: bytes) -> IndexRecord | None:
-    if not _DIGEST < len(key) <= _DIGEST + MAX_KEY_BYTES or len(value) != _VALUE.size:
-        return None
-    slab_id, slot, generation, mask = _VALUE.unpack(value)
-    return IndexRecord(key[:_DIGEST], key[_DIGEST:], slab_id, slot, generation, int.from_bytes(mask, "little"))
-
-
 class Index:
-    """One LMDB environment. The store's change lock serialises all calls."""
+    """One LMDB environment. All calls but `moved` are made with the root's lock."""
 
     def __init__(self, directory: Path, map_bytes: int) -> None:
         self.directory = directory
@@ -119,8 +99,11 @@ class Index:
         self.errors = self.conflicts = self.recoveries = 0
         self.last_error = ""
         self.lost = ""  # why `load` found nothing to trust
-        self.living: Callable[[], Iterable[IndexRecord]] = tuple  # what it must name: written anew from that
+        self.living: Callable[[], Iterable[Row]] = tuple  # all rows but epochs: what it is written anew from
+        self.shared = False  # other processes have it open: they are to hear of every change
         self._env: Any = None
+        self._inode = 0
+        self._position = 0  # the last transaction that this process knows of
         self._broken = False
         self._marked = False  # state.json says no more that the index is whole: it may be written
         self._closed = False
@@ -165,22 +148,89 @@ class Index:
         return f"damaged: {problems[0]}" if problems else ""
 
     def _read_all(self) -> Loaded:
-        records: list[IndexRecord] = []
-        epochs: dict[int, int] = {}
-        self._env = self._open_env()
-        with self._env.begin() as txn:
-            for key, value in txn.cursor():
-                if key.startswith(_EPOCH) and len(key) == len(_EPOCH) + 4 and len(value) == _EPOCH_VALUE.size:
-                    epochs[int.from_bytes(key[len(_EPOCH) :], "big")] = _EPOCH_VALUE.unpack(value)[0]
-                elif (record := _unpack(bytes(key), bytes(value))) is not None:
-                    records.append(record)
-        return Loaded(records, epochs)
+        rows = self.join()
+        records = [row for row in rows if isinstance(row, IndexRecord)]
+        return Loaded(records, {row.epoch: row.order for row in rows if isinstance(row, EpochRow)})
 
-    def _open_env(self) -> Any:
-        return lmdb.open(
+    def join(self) -> list[Row]:
+        """Opens the index that other processes have open, and reads it.
+
+        Raises:
+            lmdb.Error, OSError: it cannot be read.
+        """
+        self._reopen()
+        return self.everything()
+
+    def everything(self) -> list[Row]:
+        """All rows; from here on `changes` tells what was changed later."""
+        with self._env.begin() as txn:
+            found = [parse(bytes(name), bytes(value)) for name, value in txn.cursor()]
+            self._position = txn.id()
+        rows = [row for row in found if row is not None]
+        self._epochs = {row.epoch: row.order for row in rows if isinstance(row, EpochRow)}
+        return rows
+
+    def _reopen(self) -> None:
+        self.drop()
+        self._env = lmdb.open(
             str(self.directory), map_size=self.map_bytes, subdir=True, mode=0o600, create=True, sync=False,
             metasync=False, writemap=False, lock=False, max_dbs=0,
         )  # fmt: skip
+        self._inode = os.stat(self.directory / DATA).st_ino
+        self._position = 0
+        self._broken = False
+
+    # ---- what others changed -----------------------------------------------------------------------------
+
+    def moved(self) -> bool:
+        """Whether another process may have changed it since the last look. Takes no lock: a hint."""
+        if self._env is None or self._broken:
+            return False
+        try:
+            return self._replaced() or self._env.info()["last_txnid"] != self._position
+        except lmdb.Error:
+            return True
+
+    def _replaced(self) -> bool:
+        try:
+            return os.stat(self.directory / DATA).st_ino != self._inode
+        except OSError:
+            return False  # taken away altogether: what is open still serves
+
+    def changes(self) -> list[Item] | None:
+        """What others changed since the last look, in order; None where only `everything` can tell.
+
+        Raises:
+            lmdb.Error, OSError: it cannot be read. It will be written anew from memory.
+        """
+        if self._env is None or self._broken:
+            return []
+        try:
+            if self._replaced():
+                self._reopen()
+                return None
+            if self._env.info()["last_txnid"] == self._position:
+                return []
+            with self._env.begin() as txn:
+                found = changes.since(txn, self._position)
+                self._position = txn.id()
+        except (lmdb.Error, OSError):
+            self._broken = True
+            raise
+        for name, value in found or ():
+            self._note_epoch(name, value)
+        return found
+
+    def _note_epoch(self, name: bytes, value: bytes | None) -> None:
+        match parse_name(name):
+            case EpochName(epoch):
+                row = None if value is None else parse(name, value)
+                if isinstance(row, EpochRow):
+                    self._epochs[epoch] = row.order
+                else:
+                    self._epochs.pop(epoch, None)
+
+    # ---- opening -----------------------------------------------------------------------------------------
 
     def mark_open(self) -> bool:
         """Says on disk that the index is being written, or takes away what says that it is whole.
@@ -196,7 +246,7 @@ class Index:
             sys_unlink(self.directory / STATE)
             sync_directory(self.directory)
         except IOFault as exc:
-            self._count("state", exc)
+            self.failed("state", exc)
             return False
         return True
 
@@ -205,7 +255,7 @@ class Index:
         try:
             replace_file(self.directory / STATE, json.dumps(body).encode())
         except IOFault as exc:
-            self._count("state", exc)
+            self.failed("state", exc)
             return False
         return True
 
@@ -219,22 +269,26 @@ class Index:
 
     # ---- changes -----------------------------------------------------------------------------------------
 
-    def apply(self, deletes: Sequence[IndexRecord], puts: Sequence[Put]) -> bool:
+    def apply(self, deletes: Sequence[IndexRecord], puts: Sequence[Put], rows: Sequence[Item] = ()) -> bool:
         """One transaction: all of it, or (False) nothing as far as this process will ever say.
 
         A record is deleted only if the index has the same slab, slot and generation under its key. A put replaces what
-        it finds: the process that holds the root's lock has the truth in its table; what it did not expect is counted.
+        it finds: who holds the root's lock has the truth in its table; what it did not expect is counted. `rows` are
+        written, or deleted, as they are.
         """
-        if not deletes and not puts:
+        if not deletes and not puts and not rows:
             return True
         for _ in range(2):
             if not self._ready():
                 return False
             try:
                 with self._env.begin(write=True) as txn:
-                    conflicts = self._change(txn, deletes, puts)
+                    conflicts, done = self._change(txn, deletes, puts, rows)
+                    if self.shared:
+                        changes.append(txn, done, self.map_bytes // _LOG_SHARE)
+                self._follow_own()
             except (lmdb.Error, OSError) as exc:
-                self._count("transaction", exc)
+                self.failed("transaction", exc)
                 if not isinstance(exc, _BROKEN):
                     return False
                 self._broken = True
@@ -244,44 +298,67 @@ class Index:
         return False
 
     @staticmethod
-    def _change(txn: Any, deletes: Sequence[IndexRecord], puts: Sequence[Put]) -> int:
-        conflicts = 0
+    def _change(
+        txn: Any, deletes: Sequence[IndexRecord], puts: Sequence[Put], rows: Sequence[Item]
+    ) -> tuple[int, list[Item]]:
+        conflicts, done = 0, list(rows)
         for record in deletes:
             name = record.digest + record.key
-            if (found := txn.get(name)) is not None and found[:24] == _pack(record)[:24]:
+            if (found := txn.get(name)) is not None and found[:24] == record.pack()[:24]:
                 txn.delete(name)
+                done.append((name, None))
         for record, expected in puts:
-            name = record.digest + record.key
+            name, value = item(record)
             found = txn.get(name)
-            known = _unpack(name, found) if found is not None else None
-            conflicts += (known.generation if known else 0) != expected
-            txn.put(name, _pack(record))
-        return conflicts
+            known = parse(name, found) if found is not None else None
+            conflicts += (known.generation if isinstance(known, IndexRecord) else 0) != expected
+            txn.put(name, value)
+            done.append((name, value))
+        for name, value_or_none in rows:
+            if value_or_none is None:
+                txn.delete(name)
+            else:
+                txn.put(name, value_or_none)
+        return conflicts, done
 
-    def add_epoch(self, epoch: int) -> None:
+    def add_epoch(self, epoch: int) -> bool:
         """Remembers that generations of `epoch` may exist, until 65,536 later ones were used."""
-        self._epochs[epoch] = max(self._epochs.values(), default=0) + 1
-        forgotten = []
+        row = EpochRow(epoch, max(self._epochs.values(), default=0) + 1)
+        self._epochs[epoch] = row.order
+        forgotten: list[Item] = []
         if len(self._epochs) > _MAX_EPOCHS:
-            forgotten = sorted(self._epochs, key=lambda known: self._epochs[known])[: len(self._epochs) // 2]
-        for old in forgotten:
-            del self._epochs[old]
+            oldest = sorted(self._epochs, key=lambda known: self._epochs[known])[: len(self._epochs) // 2]
+            forgotten = [gone(EpochRow(old, self._epochs.pop(old))) for old in oldest]
+        return self.apply([], [], [item(row), *forgotten])
+
+    def _follow_own(self) -> None:
+        """What this process has committed it need not hear of. (A transaction that changed nothing has no number.)"""
+        self._position = self._env.info()["last_txnid"]
+
+    def epoch_order(self, epoch: int) -> int:
+        """When an epoch was used first, against others."""
+        return self._epochs.get(epoch, 0)
+
+    def begin(self, rows: Iterable[Row]) -> bool:
+        """The first process of a root: forgets what earlier ones were doing and writes down what there is now."""
         if not self._ready():
-            return
+            return False
         try:
             with self._env.begin(write=True) as txn:
-                txn.put(*self._epoch_item(epoch))
-                for old in forgotten:
-                    txn.delete(_EPOCH + old.to_bytes(4, "big"))
+                changes.clear(txn)
+                for prefix in (MEMBERS, LEASES, SLABS):
+                    _delete_all(txn, prefix)
+                for row in rows:
+                    txn.put(*item(row))
+            self._follow_own()
         except (lmdb.Error, OSError) as exc:
-            self._broken = isinstance(exc, _BROKEN)
-            self._count("epoch", exc)
+            self.failed("begin", exc)
+            self._broken = True  # what it says of slabs is not so: it has to be written anew
+            return False
+        return True
 
-    def _epoch_item(self, epoch: int) -> tuple[bytes, bytes]:
-        return _EPOCH + epoch.to_bytes(4, "big"), _EPOCH_VALUE.pack(self._epochs[epoch])
-
-    def recreate(self, records: Iterable[IndexRecord], epochs: Mapping[int, int]) -> bool:
-        """Throws the files away and writes new ones."""
+    def recreate(self, rows: Iterable[Row], epochs: Mapping[int, int]) -> bool:
+        """Throws the file away and writes a new one. Others find out that it is another one."""
         self.drop()
         self._epochs = dict(epochs)
         self._broken = True
@@ -290,17 +367,16 @@ class Index:
         try:
             for name in (DATA, "lock.mdb"):
                 sys_unlink(self.directory / name)
-            self._env = self._open_env()
-            with self._env.begin(write=True) as txn:
-                for epoch in self._epochs:
-                    txn.put(*self._epoch_item(epoch))
-            source = iter(records)
+            self._reopen()
+            self._broken = True
+            source = iter([*(EpochRow(*known) for known in self._epochs.items()), *rows])
             while batch := list(islice(source, BATCH)):
                 with self._env.begin(write=True) as txn:
-                    for record in batch:
-                        txn.put(record.digest + record.key, _pack(record))
+                    for row in batch:
+                        txn.put(*item(row))
+            self._follow_own()
         except (lmdb.Error, OSError) as exc:
-            self._count("recreate", exc)
+            self.failed("recreate", exc)
             self.drop()
             return False
         self._broken = False
@@ -323,30 +399,36 @@ class Index:
         reporter.warn("index recovery", f"the index is written anew from memory: {self.last_error}")
         return self.recreate(self.living(), self._epochs)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether it has to be written anew, and that may be tried by now."""
+        return (self._broken or self._env is None) and time.monotonic() >= self._next_recovery
+
     def recover(self) -> bool:
         """Writes the index anew if it broke; False while it is not usable."""
         return self._ready()
 
-    def _count(self, what: str, exc: BaseException) -> None:
+    def failed(self, what: str, exc: BaseException) -> None:
+        """Counts a failure, and says so."""
         self.errors += 1
         self.last_error = f"{what}: {type(exc).__name__}: {exc}"
         reporter.warn("index", f"index {what} failed, the store goes on without: {exc}")
 
     # ---- closing -----------------------------------------------------------------------------------------
 
-    def close(self) -> bool:
-        """Puts everything on the device and says that it is whole; False if the next open may not believe that.
+    def close(self, last: bool = True) -> bool:
+        """The last process puts everything on the device and says that it is whole; False if that isn't said.
 
         Nothing is read or written afterwards.
         """
         self._closed = True
         clean = False
-        if self._env is not None and not self._broken:
+        if last and self._env is not None and not self._broken:
             try:
                 self._env.sync(True)
                 clean = True
             except (lmdb.Error, OSError) as exc:
-                self._count("sync", exc)
+                self.failed("sync", exc)
         self.drop()
         return clean and self._mark("clean")
 
@@ -355,3 +437,11 @@ class Index:
         env, self._env = self._env, None
         if env is not None:
             env.close()
+
+
+def _delete_all(txn: Any, prefix: bytes) -> None:
+    """Deletes the rows of one kind."""
+    cursor = txn.cursor()
+    more = cursor.set_range(prefix)
+    while more and (name := cursor.key()).startswith(prefix):
+        more = cursor.delete() if len(name) <= DIGEST_BYTES else cursor.next()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import resource
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import lmdb
 
 from kvxfer.config import StoreConfig, slab_cost
 from kvxfer.errors import ConfigError, FormatError, IOFault
@@ -17,15 +18,16 @@ from kvxfer.io.modes import IOMode, probe_mode, refuse_network
 from kvxfer.io.system import sys_mkdir, try_unlink
 from kvxfer.report import reporter
 from kvxfer.store.entry import Entry
-from kvxfer.store.index import TRANSACTION, Index, IndexRecord
+from kvxfer.store.index import TRANSACTION, Index
+from kvxfer.store.members import RootLock
 from kvxfer.store.namespaces import NamespaceFiles
 from kvxfer.store.rebuild import scan_slabs
+from kvxfer.store.records import IndexRecord, MemberRow, Row, SlabRow, SlabState
 from kvxfer.store.root import (
     INDEX,
     NAMESPACES,
     SLABS,
     RootInfo,
-    RootLock,
     make_directories,
     read_root,
     strangers,
@@ -38,10 +40,11 @@ _SPARE_DESCRIPTORS = 64
 
 @dataclass(slots=True)
 class Opened:
-    """A root that is locked, checked and cleaned up."""
+    """A root that is checked and, by the first process that opens it, cleaned up."""
 
     info: RootInfo
     lock: RootLock
+    others: list[int]  # seats of other processes that have it open
     mode: IOMode
     found: list[FoundSlab]
     leftovers: list[Path]
@@ -57,17 +60,19 @@ class Opened:
     rebuild_reason: str = ""
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Closes the slabs."""
         for slab in self.slabs:
             slab.close()
-        self.lock.drop()
 
 
-def open_root(config: StoreConfig) -> Opened:
-    """Checks everything, makes the root if there is none, and takes its lock.
+def lock_root(config: StoreConfig) -> tuple[RootLock, IOMode | None]:
+    """Makes the root's directory if there is none, and opens its lock file.
+
+    Returns:
+        The lock, and for a new root the mode that was found for it.
 
     Raises:
-        ConfigError, FormatError, StoreError, IOFault: as Store.open says; a root that was there is as it was.
+        ConfigError, FormatError, IOFault: as Store.open says; a root that was there is as it was.
     """
     root = config.root
     refuse_network(root)
@@ -76,25 +81,42 @@ def open_root(config: StoreConfig) -> Opened:
     if read_root(root) is None:
         mode = probe_mode(_nearest(root), config.direct)  # refuses before anything is made
         make_directories(root)
-    with ExitStack() as undo:
-        lock = RootLock.take(root)
-        undo.callback(lock.drop)
-        info = read_root(root)  # once more: now nobody else can change it
-        if info is None and mode is not None:
-            write_root(root, info := RootInfo(mode.alignment, 0))
-        elif info is None:
-            raise FormatError(f"{root} lost its kvxfer.json while it was being opened; nothing was changed")
-        found, leftovers = scan_directory(root / SLABS, info.alignment)
-        mode = _fit_mode(mode or probe_mode(root, config.direct), info, config)
-        nbytes, nfiles, small = strangers(root)
-        unopened = [slab for slab in found if slab.error]
-        nbytes += sum(max(slab.size, slab.blocks) for slab in unopened)
-        nfiles += len(unopened)
-        config.check_room(nbytes, nfiles)
-        undo.pop_all()
+    return RootLock.open(root), mode
+
+
+def open_root(config: StoreConfig, lock: RootLock, mode: IOMode | None) -> Opened:
+    """Checks everything. With the root's lock.
+
+    Raises:
+        ConfigError, FormatError, StoreError, IOFault: as Store.open says; a root that was there is as it was.
+    """
+    root = config.root
+    info, others = read_root(root), lock.others()
+    if info is None and mode is not None and not others:
+        write_root(root, info := RootInfo(mode.alignment, 0).with_limits(config))
+    elif info is None:
+        raise FormatError(f"{root} lost its kvxfer.json while it was being opened; nothing was changed")
+    if others:
+        _check_limits(config, info.config(root), lock)
+    found, leftovers = scan_directory(root / SLABS, info.alignment)
+    mode = _fit_mode(mode or probe_mode(root, config.direct), info, config)
+    nbytes, nfiles, small = strangers(root)
+    unopened = [slab for slab in found if slab.error]
+    nbytes += sum(max(slab.size, slab.blocks) for slab in unopened)
+    nfiles += len(unopened)
+    config.check_room(nbytes, nfiles)
     for slab in unopened:
         reporter.warn(f"slab {slab.slab_id}", f"a slab cannot be read and is left alone: {slab.error}")
-    return Opened(info, lock, mode, found, leftovers + small, nbytes, nfiles, slab_errors=len(unopened))
+    return Opened(info, lock, others, mode, found, leftovers + small, nbytes, nfiles, slab_errors=len(unopened))
+
+
+def _check_limits(config: StoreConfig, theirs: StoreConfig, lock: RootLock) -> None:
+    for name in ("capacity_bytes", "max_files", "effective_index_map_bytes"):
+        if getattr(config, name) != getattr(theirs, name):
+            raise ConfigError(
+                f"{name}={getattr(config, name)}, but processes {lock.pids()} have {config.root} open with "
+                f"{name}={getattr(theirs, name)}: processes of one root share its limits"
+            )
 
 
 def _nearest(path: Path) -> Path:
@@ -125,13 +147,14 @@ def _fit_mode(mode: IOMode, info: RootInfo, config: StoreConfig) -> IOMode:
 
 
 def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> None:
-    """Cleans up, opens the slabs that the cap has room for, and finds out what they hold.
+    """For the first process: cleans up, opens the slabs that the cap has room for, finds out what they hold.
 
     Raises:
         IOFault: the directories cannot be made.
     """
     for name in (SLABS, INDEX, NAMESPACES):
         sys_mkdir(config.root / name)
+    _note_limits(opened, config)
     _clean_up(opened)
     NamespaceFiles(config).trim()
     loaded = index.load()
@@ -159,6 +182,54 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
     else:
         for start in range(0, len(dropped), TRANSACTION):
             index.apply(dropped[start : start + TRANSACTION], ())
+
+
+def join(opened: Opened, config: StoreConfig, index: Index, threads: int) -> list[Row]:
+    """For a process that is not the first: what the index says, or the slots where that cannot be trusted."""
+    try:
+        rows = index.join()
+        present = {(row.seat, row.pid) for row in rows if isinstance(row, MemberRow)}
+        missing = [seat for seat in opened.others if (seat, opened.lock.pid(seat)) not in present]
+        index.lost = f"it does not know the processes in seats {missing}" if missing else ""
+    except (lmdb.Error, OSError) as exc:
+        index.lost = f"unreadable: {exc}"
+    index.mark_open()
+    if index.lost:
+        rows = _scan_beside_others(opened, index, threads)
+    known = {row.slab_id for row in rows if isinstance(row, SlabRow)}
+    for slab in opened.found:
+        if slab.slab_id not in known and not slab.error:  # nobody's, or one that the first process could not open
+            _count_other(opened, slab.path)
+    config.check_room(opened.other_bytes, opened.other_files)
+    return rows
+
+
+def _scan_beside_others(opened: Opened, index: Index, threads: int) -> list[Row]:
+    """The index anew. What other processes have taken is not known: they cannot commit it, and say who they are."""
+    _open_slabs(opened)
+    scan = scan_slabs(opened.slabs, threads)
+    rows: list[Row] = [SlabRow(s.slab_id, SlabState.READY, slab_cost(s.file_bytes)) for s in opened.slabs]
+    rows += scan.records
+    opened.rebuilds, opened.rebuild_reason = 1, index.lost
+    reporter.warn("rebuild", f"index rebuilt from {len(opened.slabs)} slabs: {index.lost}")
+    index.recreate(rows, dict.fromkeys(scan.epochs, 0))
+    for slab in opened.slabs:
+        slab.close()
+    opened.slabs = []
+    return rows
+
+
+def _note_limits(opened: Opened, config: StoreConfig) -> None:
+    """Writes down the limits, for processes that open the root beside this one, and for tools."""
+    info = opened.info.with_limits(config)
+    if info == opened.info:
+        return
+    try:
+        write_root(config.root, info)
+    except IOFault as exc:  # a full disk must not keep a server from starting
+        reporter.warn("limits", f"the limits cannot be written down: {exc}")
+        return
+    opened.info = info
 
 
 def _clean_up(opened: Opened) -> None:

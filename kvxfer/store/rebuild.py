@@ -12,7 +12,7 @@ from kvxfer.errors import IOFault
 from kvxfer.report import reporter
 from kvxfer.slot import TRAILER_SUMS, SlotLayout
 from kvxfer.staging import AlignedBuffer
-from kvxfer.store.index import IndexRecord
+from kvxfer.store.records import IndexRecord
 from kvxfer.store.slab import SlabFile
 
 

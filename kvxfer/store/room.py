@@ -11,9 +11,11 @@ from kvxfer.errors import ConfigError, IOFault
 from kvxfer.io.system import TEMPORARY, try_unlink
 from kvxfer.report import reporter
 from kvxfer.slot import SlotLayout
+from kvxfer.store.index import Index
 from kvxfer.store.opening import Opened
+from kvxfer.store.records import SlabRow, SlabState, gone, item
 from kvxfer.store.root import SLABS
-from kvxfer.store.slab import SlabFile, slab_file_bytes, slab_name, slots_for
+from kvxfer.store.slab import SlabFile, inspect_slab, slab_file_bytes, slab_name, slots_for
 from kvxfer.store.table import Table
 
 RETRY_S = 1.0  # after a slab could not be made
@@ -30,24 +32,97 @@ class Made(Enum):
 
 
 class SlabRoom:
-    """Makes and removes slabs. The store's change lock serialises all calls."""
+    """Makes and removes slabs, and knows those of all processes. All calls are made with the root's lock.
 
-    def __init__(self, config: StoreConfig, opened: Opened, table: Table, writers: int) -> None:
+    The index hears of a slab before it is made and after it was removed, so that one that a process leaves half made
+    is found, counts against the cap, and goes (`finish`).
+    """
+
+    def __init__(self, config: StoreConfig, opened: Opened, table: Table, index: Index, writers: int) -> None:
         self.created = self.removed = 0
         self.errors = opened.slab_errors
         self.other_bytes, self.other_files = opened.other_bytes, opened.other_files
+        self.rows: dict[int, SlabRow] = {}
+        # What is counted for slabs and for what is not the store's.
+        self.used_bytes, self.used_files = self.other_bytes, self.other_files
         self._config = config
         self._direct = opened.mode.direct
+        self._alignment = opened.info.alignment
         self._table = table
+        self._index = index
         self._writers = writers
         self._directory = config.root / SLABS
         self._budget = config.slab_budget
         self._next_id = opened.next_slab_id
-        self._retry_at = 0.0
+        self._retry_at = self._finish_at = 0.0
+        self._unfinished: set[int] = set()
         self._shapes: dict[SlotLayout, tuple[int, int]] = {}  # slots of a new slab, what it counts as
-        # What is counted for slabs and for what is not the store's.
-        self.used_bytes = self.other_bytes + sum(slab_cost(slab.file_bytes) for slab in opened.slabs)
-        self.used_files = self.other_files + len(opened.slabs)
+        for slab in opened.slabs:
+            self.note(SlabRow(slab.slab_id, SlabState.READY, slab_cost(slab.file_bytes)))
+
+    # ---- what the index says -----------------------------------------------------------------------------
+
+    def note(self, row: SlabRow) -> None:
+        """There is this slab, or one is about to be made or removed."""
+        self.forget(row.slab_id)
+        self.rows[row.slab_id] = row
+        self.used_bytes += row.cost
+        self.used_files += 1
+        self._next_id = max(self._next_id, row.slab_id + 1)
+        if not row.is_ready:
+            self._unfinished.add(row.slab_id)
+
+    def forget(self, slab_id: int) -> None:
+        """There is no such slab any more."""
+        self._unfinished.discard(slab_id)
+        if (row := self.rows.pop(slab_id, None)) is not None:
+            self.used_bytes -= row.cost
+            self.used_files -= 1
+
+    def open(self, slab_id: int) -> SlabFile | None:
+        """Another process's slab; None where the file is not what it should be.
+
+        Raises:
+            IOFault: it cannot be opened or read.
+            FormatError: it is of another version.
+        """
+        found = inspect_slab(self._directory / slab_name(slab_id), slab_id, self._alignment)
+        if found.error:
+            raise IOFault(errno.EIO, found.error, str(found.path))
+        if found.header is None:
+            return None
+        slab = SlabFile.open(found, found.header, self._direct)
+        whole = max(0, found.size - slab.layout.alignment) // slab.slot_bytes
+        slab.usable = min(found.header.num_slots, whole)
+        slab.occupy(set())
+        return slab
+
+    def finish(self) -> None:
+        """Removes what a process that ended had begun to make or to remove."""
+        if not self._unfinished or time.monotonic() < self._finish_at:
+            return
+        self._finish_at = time.monotonic() + RETRY_S
+        for slab_id in sorted(self._unfinished):
+            path = self._directory / slab_name(slab_id)
+            faults = [try_unlink(path), try_unlink(path.with_name(path.name + TEMPORARY))]
+            if any(faults):
+                self.errors += 1
+                reporter.warn("slab removal", f"{path.name} cannot be removed and counts against the cap: {faults}")
+            else:
+                self._tell_gone(slab_id)
+
+    def _tell(self, slab_id: int, state: SlabState, cost: int) -> bool:
+        row = SlabRow(slab_id, state, cost)
+        if not self._index.apply([], [], [item(row)]):
+            return False
+        self.note(row)
+        return True
+
+    def _tell_gone(self, slab_id: int) -> None:
+        if self._index.apply([], [], [gone(self.rows[slab_id])]):
+            self.forget(slab_id)
+
+    # ---- making and removing -----------------------------------------------------------------------------
 
     def slots_per_slab(self, layout: SlotLayout) -> int:
         """Slots of a new slab; one where `slab_bytes` was left out and would hold none.
@@ -90,38 +165,50 @@ class SlabRoom:
             return Made.OVER_CAP
         if time.monotonic() < self._retry_at:
             return Made.FAILED
-        slab_id, self._next_id = self._next_id, self._next_id + 1
+        slab_id = self._next_id
+        if not self._tell(slab_id, SlabState.MAKING, cost):
+            self._retry_at = time.monotonic() + RETRY_S
+            return Made.FAILED
         try:
             slab = SlabFile.create(self._directory, slab_id, layout, num_slots, self._direct)
         except IOFault as exc:
             self.errors += 1
             self._retry_at = time.monotonic() + RETRY_S
             reporter.warn("slab", f"a slab cannot be made; the store goes on with those it has: {exc}")
-            if try_unlink(self._directory / (slab_name(slab_id) + TEMPORARY)) is not None:
-                self._count(cost)  # it cannot be removed either
+            self._undo(slab_id)
             return Made.FULL if exc.errno in _FULL else Made.FAILED
+        if not self._tell(slab_id, SlabState.READY, cost):
+            slab.close()
+            self._undo(slab_id)
+            return Made.FAILED
         self.created += 1
-        self._count(cost)
         self._table.attach(slab)
         return Made.YES
 
+    def _undo(self, slab_id: int) -> None:
+        """Removes what there is of a slab that could not be made; what cannot be removed goes on counting."""
+        path = self._directory / slab_name(slab_id)
+        if try_unlink(path.with_name(path.name + TEMPORARY)) is None and try_unlink(path) is None:
+            self._tell_gone(slab_id)
+
     def remove(self, slab: SlabFile) -> bool:
-        """Removes the file of a slab that was taken out of the table and that the index names no more.
+        """Removes the file of a slab that was taken out of the table and that no entry of the index is in.
 
         One that cannot be removed goes back into the table, empty, and is not chosen again.
         """
+        cost = slab_cost(slab.file_bytes)
+        if not self._tell(slab.slab_id, SlabState.REMOVING, cost):
+            self._table.attach(slab)
+            return False
         if (fault := try_unlink(slab.path)) is not None:
             self.errors += 1
             reporter.warn("slab removal", f"{slab.name} cannot be removed and stays in use: {fault}")
-            slab.stuck = True
-            self._table.attach(slab)
+            if self._tell(slab.slab_id, SlabState.READY, cost):
+                slab.stuck = True
+                self._table.attach(slab)
             return False
-        self._count(-slab_cost(slab.file_bytes))
+        self._tell_gone(slab.slab_id)
         slab.close()
         self.removed += 1
         self._retry_at = 0.0
         return True
-
-    def _count(self, cost: int) -> None:
-        self.used_bytes += cost
-        self.used_files += 1 if cost > 0 else -1

@@ -1,41 +1,32 @@
-"""A root's own small files: kvxfer.json, the lock, and what lies in the directory that is nobody's slab or index."""
+"""kvxfer.json, and what lies in the directory that is nobody's slab or index."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvxfer.errors import FormatError, IOFault, StoreError
+from kvxfer.config import StoreConfig
+from kvxfer.errors import ConfigError, FormatError
 from kvxfer.io.modes import PROBE_NAME
-from kvxfer.io.system import (
-    TEMPORARY,
-    fault,
-    read_small,
-    read_upto,
-    replace_file,
-    sys_close,
-    sys_flock,
-    sys_ftruncate,
-    sys_mkdir,
-    sys_open,
-    write_all,
-)
-from kvxfer.report import reporter
+from kvxfer.io.system import TEMPORARY, fault, read_small, replace_file, sys_mkdir
 from kvxfer.slot import ALIGNMENT
 from kvxfer.store.index import DATA, STATE
+from kvxfer.store.members import LOCK_FILE
 from kvxfer.store.slab import SLAB_NAME
 
 FORMAT = 1
-ROOT_FILE, LOCK_FILE, NAMESPACE_FILE = "kvxfer.json", "lock", "namespace.json"
+ROOT_FILE, NAMESPACE_FILE = "kvxfer.json", "namespace.json"
 SLABS, INDEX, NAMESPACES = "slabs", "index", "namespaces"
 _DIGEST_NAME = re.compile(r"[0-9a-f]{64}")
 _SMALL = 1 << 16
+
+
+_LIMITS = ("capacity_bytes", "max_files", "slab_bytes", "index_map_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +35,21 @@ class RootInfo:
 
     alignment: int
     weight_epoch: int
+    limits: Mapping[str, int | None] = field(default_factory=dict)  # with which it was opened last
+
+    def with_limits(self, config: StoreConfig) -> RootInfo:
+        """The same, opened with the limits of `config`."""
+        return replace(self, limits={name: getattr(config, name) for name in _LIMITS})
+
+    def config(self, root: Path) -> StoreConfig:
+        """A configuration with the limits with which the root was opened last.
+
+        Raises:
+            ConfigError: it does not say, or they cannot be.
+        """
+        if self.limits.keys() != set(_LIMITS):
+            raise ConfigError(f"{root / ROOT_FILE} does not say with which limits the root was opened last")
+        return StoreConfig.from_mapping({"root": root, **self.limits})
 
 
 def read_root(root: Path) -> RootInfo | None:
@@ -74,7 +80,17 @@ def read_root(root: Path) -> RootInfo | None:
     power = type(alignment) is int and alignment >= ALIGNMENT and alignment & (alignment - 1) == 0
     if not power or type(epoch) is not int or epoch < 0:
         raise FormatError(f"{path} says alignment {alignment!r}, weight_epoch {epoch!r}: damaged; nothing was changed")
-    return RootInfo(alignment, epoch)
+    limits = body.get("limits")
+    return RootInfo(alignment, epoch, limits if isinstance(limits, dict) else {})
+
+
+def root_stamp(root: Path) -> tuple[int, int]:
+    """Changes whenever kvxfer.json is replaced; zeros where there is none."""
+    try:
+        status = os.stat(root / ROOT_FILE)
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_mtime_ns
 
 
 def _check_empty(root: Path) -> None:
@@ -98,7 +114,12 @@ def write_root(root: Path, info: RootInfo) -> None:
     Raises:
         IOFault: it could not be written; the old one is as it was.
     """
-    body = {"format": FORMAT, "alignment": info.alignment, "weight_epoch": info.weight_epoch}
+    body = {
+        "format": FORMAT,
+        "alignment": info.alignment,
+        "weight_epoch": info.weight_epoch,
+        "limits": dict(info.limits),
+    }
     replace_file(root / ROOT_FILE, json.dumps(body).encode() + b"\n")
 
 
@@ -114,48 +135,6 @@ def make_directories(path: Path) -> None:
         path = path.parent
     for directory in reversed(missing):
         sys_mkdir(directory)
-
-
-class RootLock:
-    """The flock that says which process has a root open. The kernel drops it when the process ends, however."""
-
-    def __init__(self, fd: int, path: Path) -> None:
-        self._fd = fd
-        self._path = path
-
-    @classmethod
-    def take(cls, root: Path) -> RootLock:
-        """The lock.
-
-        Raises:
-            StoreError: another process (or another Store of this one) has it; names the process.
-            IOFault: the file cannot be made or locked.
-        """
-        path = root / LOCK_FILE
-        fd = sys_open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-        try:
-            if sys_flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path):
-                return cls(fd, path)
-            holder = read_upto(fd, 32, 0, path).decode("ascii", "replace").strip()
-        except BaseException:
-            sys_close(fd)
-            raise
-        sys_close(fd)
-        raise StoreError(f"{root} is open in another process (pid {holder or 'not known yet'}); one may have it")
-
-    def sign(self) -> None:
-        """Writes this process's number into the file, for whoever is refused."""
-        try:
-            sys_ftruncate(self._fd, 0, self._path)
-            write_all(self._fd, b"%d\n" % os.getpid(), 0, self._path)
-        except IOFault as exc:
-            reporter.warn("lock", f"the lock cannot be signed: {exc}")  # it is held all the same
-
-    def drop(self) -> None:
-        """Gives the lock back."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            sys_close(fd)
 
 
 def strangers(root: Path) -> tuple[int, int, list[Path]]:

@@ -119,8 +119,8 @@ class SlabFile:
     """
 
     __slots__ = (
-        "_file", "_freed", "_fresh", "entries", "file_bytes", "held", "last_used", "layout", "name", "num_slots",
-        "path", "policy", "retired", "slab_id", "slot_bytes", "stuck", "usable",
+        "_file", "_freed", "_fresh", "_taken", "entries", "file_bytes", "free_slots", "held", "last_used", "layout",
+        "lessees", "name", "num_slots", "path", "policy", "retired", "slab_id", "slot_bytes", "stuck", "usable",
     )  # fmt: skip
 
     policy: CachePolicy[Entry]  # of its layout; set by the table that it is attached to
@@ -135,13 +135,16 @@ class SlabFile:
         self.file_bytes = slab_file_bytes(header.layout, header.num_slots)
         self.usable = header.num_slots  # fewer where the file was cut short and could not be extended
         self.entries: dict[int, Entry] = {}  # by slot; dead ones too, until their slot is free
+        self.lessees: dict[int, tuple[int, int]] = {}  # slots that other processes took: the lease they are in
         self.held = 0  # pinned entries, reserved and quarantined slots: the file must stay
         self.last_used = 0  # the table's clock at the latest use of any entry
         self.retired = False  # being removed: gives no slots
         self.stuck = False  # could not be removed once
+        self.free_slots = 0  # that `take` can still give; none before `occupy`
         self._file = file
-        self._fresh = 0  # slots from here on were never taken
-        self._freed: list[int] = []
+        self._taken = bytearray()  # [usable]
+        self._fresh = 0  # slots from here on were never given by `take`
+        self._freed: list[int] = []  # the free ones below; some twice, and some that were marked since
 
     @classmethod
     def create(cls, directory: Path, slab_id: int, layout: SlotLayout, num_slots: int, direct: bool) -> SlabFile:
@@ -164,7 +167,9 @@ class SlabFile:
             file.write(page.array)
             sys_rename(temporary, path)
             undo.pop_all()
-        return cls(path, file, SlabHeader(slab_id, num_slots, layout))
+        slab = cls(path, file, SlabHeader(slab_id, num_slots, layout))
+        slab.occupy(set())
+        return slab
 
     @classmethod
     def open(cls, found: FoundSlab, header: SlabHeader, direct: bool) -> SlabFile:
@@ -189,25 +194,46 @@ class SlabFile:
         """
         return self._file.handle
 
-    @property
-    def free_slots(self) -> int:
-        """Slots that `take` can still give."""
-        return len(self._freed) + max(0, self.usable - self._fresh)
-
     def take(self) -> int:
         """A free slot; the one freed last, which the caches are likeliest to know. Pre: free_slots > 0."""
-        if self._freed:
-            return self._freed.pop()
-        self._fresh += 1
-        return self._fresh - 1
+        while self._freed:
+            if not self._taken[slot := self._freed.pop()]:
+                break
+        else:
+            while self._taken[self._fresh]:
+                self._fresh += 1
+            slot, self._fresh = self._fresh, self._fresh + 1
+        self._taken[slot] = 1
+        self.free_slots -= 1
+        return slot
 
-    def free(self, slot: int) -> None:
-        """Takes a slot back."""
-        self._freed.append(slot)
+    def mark(self, slot: int) -> bool:
+        """Another process has taken it; False if it was taken already, or cannot be used here."""
+        if slot >= len(self._taken) or self._taken[slot]:
+            return False
+        self._taken[slot] = 1
+        self.free_slots -= 1
+        return True
+
+    def free(self, slot: int) -> bool:
+        """Takes a slot back; False if it was free already."""
+        if slot >= len(self._taken) or not self._taken[slot]:
+            return False
+        self._taken[slot] = 0
+        self.free_slots += 1
+        if slot < self._fresh:
+            self._freed.append(slot)
+            if len(self._freed) > 2 * self.usable:
+                self._freed = [slot for slot in dict.fromkeys(self._freed) if not self._taken[slot]]
+        return True
 
     def occupy(self, slots: set[int]) -> None:
-        """Says which slots are taken. Pre: none was taken or freed yet."""
-        self._fresh = min(self.usable, max(slots) + 1) if slots else 0
+        """Says how many slots can be used (`usable`) and which are taken. Pre: none was taken or freed yet."""
+        self._taken = bytearray(self.usable)
+        for slot in slots:
+            self._taken[slot] = 1
+        self.free_slots = self.usable - len(slots)
+        self._fresh = max(slots) + 1 if slots else 0
         self._freed = [slot for slot in range(self._fresh - 1, -1, -1) if slot not in slots]
 
     def read(self, buffer: AlignedBuffer, nbytes: int, offset: int) -> int:
@@ -258,11 +284,16 @@ def scan_directory(directory: Path, alignment: int) -> tuple[list[FoundSlab], li
         if name.endswith(TEMPORARY) and SLAB_NAME.fullmatch(name.removesuffix(TEMPORARY)):
             leftovers.append(path)
         elif match := SLAB_NAME.fullmatch(name):
-            found.append(_inspect(path, int(match[1]), alignment))
+            found.append(inspect_slab(path, int(match[1]), alignment))
     return sorted(found, key=lambda slab: slab.slab_id), leftovers
 
 
-def _inspect(path: Path, slab_id: int, alignment: int) -> FoundSlab:
+def inspect_slab(path: Path, slab_id: int, alignment: int) -> FoundSlab:
+    """What lies at `path`. Changes nothing.
+
+    Raises:
+        FormatError: it is of another version.
+    """
     size = blocks = 0
     try:
         status = os.lstat(path)

@@ -29,6 +29,8 @@ class StoreStats:
     slab_bytes: int
     index_bytes: int
     namespaces: int  # registered by this process
+    processes: int  # that have the root open
+    foreign_slots: int  # that other processes have taken and not committed
     weight_epoch: int
     direct: bool
     mode: str  # how files are opened, and why
@@ -48,4 +50,5 @@ class StoreStats:
     index_recoveries: int  # times the index was written anew from the table
     rebuilds: int  # times the index was rebuilt from the trailers: at most 1, at open
     rebuild_reason: str
+    busy: int  # times the root's lock could not be had
     namespace_errors: int  # namespace.json files that could not be written

@@ -1,10 +1,15 @@
 """The store: slots on disk for chunks, an index of them, and who may use which.
 
-Locks. `Table.lock` covers the process's picture (entries, pins, free slots, policies, counters): memory only, never
-held across a system call. `Store._change` serialises what changes the disk: index transactions, making and removing
-slabs, namespace files, the weight epoch; it is always taken before the table's. reserve, commit, register, bump_epoch,
-maintain and close take both and may block on the disk. lookup_prefix, contains and locate take none. pin, unpin,
-touch, release, quarantine, invalidate and stats take only the table's, so they never wait for the disk.
+Several processes may have a root open. The index is the truth, and each process's table a picture of it that is at most
+some REFRESH_S old; whoever changes something takes the root's lock, brings its table up to date (follow.py), decides by
+it, and writes the index.
+
+Locks, in this order. `Store._change`: between threads, for what changes the disk (index transactions, making and
+removing slabs, namespace files, the weight epoch), and after it the root's lock, between processes (members.py).
+`Table.lock`: the process's picture (entries, pins, free slots, policies, counters), memory only, never held across a
+system call. reserve, commit, register, bump_epoch, maintain and close take all of them and may block on the disk.
+lookup_prefix, contains and locate take none. pin, unpin, touch, release, quarantine, invalidate and stats take only the
+table's, so they never wait for the disk or another process.
 
 Closing. A change that waited for the lock behind a close is refused (`_changing`). Files of slabs in which something is
 pinned or reserved are closed by whoever gives the last of it back (Table.close).
@@ -14,34 +19,43 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from kvxfer.config import StoreConfig
-from kvxfer.errors import ConfigError, ForkError, IOFault, StoreError
+from kvxfer.errors import ConfigError, ForkError, FormatError, IOFault, StoreError
+from kvxfer.io.modes import IOMode
 from kvxfer.keys import Namespace
 from kvxfer.policy import LRUPolicy
 from kvxfer.report import reporter
 from kvxfer.slot import MAX_KEY_BYTES, SlotLayout
 from kvxfer.store.entry import Entry, Reservation, SlotState
-from kvxfer.store.index import TRANSACTION, Index, IndexRecord, Put
+from kvxfer.store.follow import Follower
+from kvxfer.store.index import TRANSACTION, Index
+from kvxfer.store.members import RootBusy, RootLock
 from kvxfer.store.namespaces import NamespaceFiles, describe
-from kvxfer.store.opening import Opened, fill, open_root
+from kvxfer.store.opening import Opened, fill, join, lock_root, open_root
+from kvxfer.store.records import EpochRow, IndexRecord, Item, Put, Row, gone, item
 from kvxfer.store.room import Made, SlabRoom
-from kvxfer.store.root import INDEX, RootInfo, write_root
+from kvxfer.store.root import INDEX, read_root, root_stamp, write_root
 from kvxfer.store.stats import StoreStats
 from kvxfer.store.table import Generations, Policies, Table
 
+REFRESH_S = 0.03  # how often the table is brought up to date with what other processes did
+REAP_S = 1.0  # how often they are looked for
+OPEN_TIMEOUT_S = 30.0  # another process may be scanning the root
 _OPEN: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     # The child must not keep the root locked when its parent has gone.
     for store in list(_OPEN):
-        store._opened.lock.drop()
+        store._lock.drop()
 
 
 class Store:
@@ -50,59 +64,117 @@ class Store:
     After a fork the child's copy is of no use: every method but `close` raises ForkError there.
     """
 
-    def __init__(self, config: StoreConfig, opened: Opened, index: Index, table: Table, room: SlabRoom) -> None:
+    def __init__(
+        self, config: StoreConfig, opened: Opened, index: Index, table: Table, room: SlabRoom, follower: Follower
+    ) -> None:
         """For `open` only."""
         self.config = config
         self._opened = opened
+        self._lock = opened.lock
         self._index = index
         self._table = table
         self._room = room
+        self._follower = follower
         self._namespaces = NamespaceFiles(config)
         self._change = threading.RLock()
         self._info = opened.info
+        self._stamp = root_stamp(config.root)
         self._pid = os.getpid()
         self._closed = False
         self._gone = threading.Event()  # everything was given back
+        self._stop = threading.Event()  # the housekeeper is to end
+        self._next_reap = 0.0
         self._commits = self._replacements = self._duplicates = self._failed_commits = 0
-        self._refused = self._namespace_errors = 0
+        self._refused = self._namespace_errors = self._busy = 0
 
     @classmethod
-    def open(cls, config: StoreConfig, *, writers: int = 8, policy: Policies = LRUPolicy) -> Store:
-        """Opens a root, or makes one. What an earlier process left behind is cleaned up before this returns.
+    def open(
+        cls, config: StoreConfig, *, writers: int = 8, policy: Policies = LRUPolicy, housekeeping: bool = True
+    ) -> Store:
+        """Opens a root, or makes one. What earlier processes left behind is cleaned up before this returns.
+
+        Other processes of this machine may have it open, with the same limits.
 
         Args:
             config: where, and how much.
             writers: threads that will write at once: the engine's `io_threads`. As many slabs are filled side by side.
             policy: makes the order of eviction for one slot layout.
+            housekeeping: a thread calls `maintain` every REFRESH_S; False: the caller does.
 
         Raises:
-            ConfigError: the values do not go together, the file system is a network's, or direct="on" does not work.
+            ConfigError: the values do not go together, the file system is a network's, direct="on" does not work, or
+                other processes have it open with other limits.
             FormatError: the root, or a slab, was left by another version or by something else; nothing was changed.
-            StoreError: another process has the root open.
+            StoreError: another process keeps the root locked (it may be scanning it), too many have it open, or this
+                one has: its engines share a store.
             IOFault: the root cannot be made, locked or read.
         """
         if type(writers) is not int or writers < 1:
             raise ConfigError(f"writers={writers!r} must be an integer of at least 1")
-        opened = open_root(config)
+        _refuse_twice(config.root)
+        lock, mode = lock_root(config)
+        try:
+            with lock.held(OPEN_TIMEOUT_S):
+                store = cls._open_locked(config, lock, mode, writers, policy)
+        except BaseException:
+            lock.drop()
+            raise
+        _OPEN.add(store)
+        if housekeeping:
+            threading.Thread(
+                target=_keep_house, args=(weakref.ref(store), store._stop), name="kvxfer-house", daemon=True
+            ).start()
+        return store
+
+    @classmethod
+    def _open_locked(
+        cls, config: StoreConfig, lock: RootLock, mode: IOMode | None, writers: int, policy: Policies
+    ) -> Store:
+        opened = open_root(config, lock, mode)
         index = Index(config.root / INDEX, config.effective_index_map_bytes)
         try:
-            fill(opened, config, index, writers)
-            table = Table(Generations(opened.epochs), writers, policy)
+            rows: list[Row] = []
+            if opened.others:
+                rows = join(opened, config, index, writers)
+                epochs = {row.epoch for row in rows if isinstance(row, EpochRow)}
+                epochs |= {row.generation >> 32 for row in rows if isinstance(row, IndexRecord)}
+            else:
+                fill(opened, config, index, writers)
+                epochs = set(opened.epochs)
+            lock.sit()
+            table = Table(Generations(epochs), writers, policy)
+            room = SlabRoom(config, opened, table, index, writers)
+            follower = Follower(index, table, room, lock)
+            index.living = follower.everything
             for slab in opened.slabs:
                 table.attach(slab)
             table.load(opened.entries)
             table.evictions["shrunk"] = opened.shrunk
-            index.living = lambda: map(IndexRecord.of, table.everything())
+            if opened.others:
+                follower.reload(rows)
+            else:
+                follower.begin()
             index.add_epoch(table.generations.epoch)
-            opened.lock.sign()
         except BaseException:
             index.drop()
             opened.close()
             raise
-        store = cls(config, opened, index, table, SlabRoom(config, opened, table, writers))
+        store = cls(config, opened, index, table, room, follower)
         opened.entries, opened.found, opened.slabs = [], [], []
-        _OPEN.add(store)
         return store
+
+    @classmethod
+    def open_existing(cls, root: Path, **options: Any) -> Store:
+        """`open`, with the limits with which the root was opened last. For tools.
+
+        Raises:
+            ConfigError: there is no root, or it does not say.
+            FormatError, StoreError, IOFault: as `open`.
+        """
+        info = read_root(Path(root))
+        if info is None:
+            raise ConfigError(f"{root} is no root: it has no kvxfer.json")
+        return cls.open(info.config(Path(root)), **options)
 
     # ---- namespaces --------------------------------------------------------------------------------------
 
@@ -127,24 +199,61 @@ class Store:
         return "posix direct" if self.direct else "posix buffered"
 
     def bump_epoch(self) -> int:
-        """Makes everything stored so far a miss, in this process and later ones. Namespaces must be registered again.
+        """Makes everything stored so far a miss, in all processes, now and later. Namespaces must be registered again.
+
+        Other processes see it within 100 ms.
 
         Raises:
             IOFault: it could not be written down; nothing has changed.
+            StoreError: another process keeps the root locked.
         """
         with self._changing():
-            info = RootInfo(self._info.alignment, self._info.weight_epoch + 1)
-            write_root(self.config.root, info)
+            write_root(self.config.root, replace(self._info, weight_epoch=self._info.weight_epoch + 1))
+            self._read_root()
+            return self.weight_epoch
+
+    @staticmethod
+    def bump_epoch_of(root: Path) -> tuple[int, int]:
+        """`bump_epoch` without opening the store, whoever has it open: (the epoch that was, the one that is).
+
+        Raises:
+            ConfigError: there is no root.
+            FormatError, IOFault: it cannot be read or written.
+            StoreError: another process keeps the root locked.
+        """
+        if read_root(root) is None:
+            raise ConfigError(f"{root} is no root: it has no kvxfer.json")
+        lock = RootLock.open(root)
+        try:
+            with lock.held():
+                if (info := read_root(root)) is None:
+                    raise ConfigError(f"{root} is no root any more")
+                write_root(root, replace(info, weight_epoch=info.weight_epoch + 1))
+        finally:
+            lock.drop()
+        return info.weight_epoch, info.weight_epoch + 1
+
+    def _read_root(self) -> None:
+        """Takes note of a weight epoch that was raised. With the root's lock."""
+        stamp = root_stamp(self.config.root)
+        if stamp == self._stamp:
+            return
+        try:
+            info = read_root(self.config.root)
+        except (FormatError, IOFault) as exc:
+            reporter.warn("root", f"{self.config.root} cannot be read any more: {exc}")
+            return
+        self._stamp = stamp
+        if info is not None and info.weight_epoch != self._info.weight_epoch:
             self._info = info
             self._table.serve_nothing()
-            return info.weight_epoch
 
     def register(self, namespace: Namespace, slot: SlotLayout) -> bytes:
         """Opens a namespace for use and returns its digest. Entries in slots of another layout are dropped.
 
         Raises:
             ConfigError: the slot has another alignment than the root, or fits into no slab.
-            StoreError: more namespaces are in use than the root has room for.
+            StoreError: more namespaces are in use than the root has room for, or another process keeps it locked.
         """
         if slot.alignment != self.alignment:
             raise ConfigError(f"slots are aligned to {slot.alignment}, but {self.config.root} to {self.alignment}")
@@ -218,19 +327,24 @@ class Store:
         """Up to n slots for the caller to write; fewer where the capacity, or the disk, does not give more.
 
         Entries are evicted, and forgotten by the index, before their slots are handed out. Pinned entries and reserved
-        slots are never touched.
+        slots are never touched; what other processes have pinned may be.
         """
-        with self._changing():
-            if n < 1:
-                return []
-            if self._table.layouts.get(digest) != slot:
-                self._refused += n
-                return []
-            self._forget_doomed()
-            want = min(n, self._index_room(slot, n))
-            taken = self._take(slot, want)
-            self._refused += n - len(taken)
-            return taken
+        taken: list[Reservation] = []
+        try:
+            with self._changing():
+                if n < 1:
+                    return []
+                if self._table.layouts.get(digest) == slot:
+                    self._forget_doomed()
+                    taken = self._take(slot, min(n, self._index_room(slot, n)))
+        except (RootBusy, IOFault) as exc:
+            self._keep_waiting(exc)
+        self._refused += n - len(taken)
+        return taken
+
+    def _keep_waiting(self, exc: Exception) -> None:
+        self._busy += 1
+        reporter.warn("busy", f"the root's lock cannot be had: {exc}")
 
     def _take(self, slot: SlotLayout, n: int) -> list[Reservation]:
         """Free slots, else those of a new slab, else those of what goes for them."""
@@ -238,6 +352,8 @@ class Store:
         made, reclaim = self._room.widen(slot, n), True
         while len(taken) < n:
             if got := self._table.take(slot, min(n - len(taken), TRANSACTION)):
+                if not self._lease(got):
+                    break
                 taken += got
             elif made is Made.YES:
                 made = self._room.create(slot)
@@ -248,14 +364,25 @@ class Store:
                 break
         return taken
 
+    def _lease(self, taken: list[Reservation]) -> bool:
+        """Tells other processes that these slots are taken; where that fails they are given back."""
+        if self._change_index([], [item(self._table.lease_row(taken[0].lease))]):
+            return True
+        self._table.release(taken)
+        return False
+
     def _index_room(self, slot: SlotLayout, n: int) -> int:
         """How many more entries the index can name, once the coldest ones, of any layout, made way for `n`."""
         table, most = self._table, self._index.max_entries
-        while (short := table.entries + table.reserved + min(n, most) - most) > 0:
+        while (short := self._named() + min(n, most) - most) > 0:
             layout = table.coldest_layout() or slot
             if not self._evict(layout, min(short, TRANSACTION), "index"):
                 break
-        return max(0, most - table.entries - table.reserved)
+        return max(0, most - self._named())
+
+    def _named(self) -> int:
+        table = self._table
+        return table.entries + table.reserved + table.foreign_slots
 
     def _evict(self, slot: SlotLayout, n: int, reason: str) -> bool:
         victims = self._table.victims(slot, n)
@@ -301,6 +428,11 @@ class Store:
             with self._changing():
                 for start in range(0, len(items), TRANSACTION):
                     outcome += self._commit_batch(digest, items[start : start + TRANSACTION])
+        except (RootBusy, IOFault) as exc:
+            self._keep_waiting(exc)
+            self._failed_commits += len(items) - len(outcome)
+            self._table.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
+            outcome += [False] * (len(items) - len(outcome))
         except StoreError:
             self._table.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
             raise
@@ -353,37 +485,69 @@ class Store:
     # ---- the rest ----------------------------------------------------------------------------------------
 
     def maintain(self) -> bool:
-        """Tells the index what it has not heard yet, and mends it if it broke; for idle moments.
+        """Takes in what other processes changed, tells the index what it has not heard yet, and mends it if it broke.
+
+        For idle moments; the housekeeper calls it every REFRESH_S where there is something to do.
 
         Returns:
             Whether the index is as the table.
         """
-        with self._changing():
-            return self._index.recover() and self._forget_doomed()
+        try:
+            with self._changing():
+                if time.monotonic() >= self._next_reap:
+                    self._next_reap = time.monotonic() + REAP_S
+                    self._follower.reap()
+                return self._index.recover() and self._forget_doomed()
+        except (RootBusy, IOFault) as exc:
+            self._keep_waiting(exc)
+            return False
+
+    def _has_changed(self) -> bool:
+        """Whether `maintain` would find something to do. Touches no lock that another process can hold."""
+        if not self._change.acquire(blocking=False):
+            return False  # whoever has it looks for itself
+        try:
+            reap = not self._follower.is_alone and time.monotonic() >= self._next_reap
+            mine = self._table.has_doomed or self._table.has_ended or self._index.is_broken
+            return reap or mine or self._index.moved() or root_stamp(self.config.root) != self._stamp
+        finally:
+            self._change.release()
 
     def _forget_doomed(self) -> bool:
-        while self._table.has_doomed:
+        while self._table.has_doomed or self._table.has_ended:
             if not self._change_index([]):
                 return False
         return True
 
-    def _change_index(self, puts: Sequence[Put]) -> bool:
-        """One transaction: these puts, and what was invalidated since the last one."""
-        doomed = self._table.doomed(TRANSACTION)
-        done = self._index.apply([IndexRecord.of(entry) for entry in doomed], puts)
+    def _change_index(self, puts: Sequence[Put], rows: Sequence[Item] = ()) -> bool:
+        """One transaction: these, what was invalidated since the last one, and leases that have ended."""
+        doomed, ended = self._table.doomed(TRANSACTION), self._table.ended_leases(TRANSACTION)
+        deletes = [IndexRecord.of(entry) for entry in doomed]
+        over = [gone(self._table.lease_row(lease)) for lease in ended]
+        done = self._index.apply(deletes, puts, [*over, *rows])
         if done:
             self._table.settle(doomed)
         else:
             self._table.keep_doomed(doomed)
+            self._table.keep_ended(ended)
         return done
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """The lock of changes, for a store that is open. Every change of the disk but a close is inside of it."""
+        """The locks of changes, for a store that is open, and a table that is up to date.
+
+        Every change of the disk but a close is inside of it.
+
+        Raises:
+            StoreError, RootBusy, IOFault: it is closed; another process keeps the lock; the lock cannot be had.
+        """
         self._check()  # in a fork's child, or behind a call that never returns, the lock may never come
         with self._change:
             self._check()
-            yield
+            with self._lock.held():
+                self._read_root()
+                self._follower.catch_up()
+                yield
 
     def _check(self, closed_ok: bool = False) -> None:
         if os.getpid() != self._pid:
@@ -411,14 +575,15 @@ class Store:
                 invalidations=dict(table.invalidations), slabs_created=room.created, slabs_removed=room.removed,
                 slab_errors=room.errors, index_errors=index.errors, index_conflicts=index.conflicts,
                 index_recoveries=index.recoveries, rebuilds=opened.rebuilds, rebuild_reason=opened.rebuild_reason,
-                namespace_errors=self._namespace_errors,
+                namespace_errors=self._namespace_errors, processes=max(1, len(self._follower.members)),
+                foreign_slots=table.foreign_slots, busy=self._busy,
             )  # fmt: skip
 
     def close(self, timeout: float = 5.0) -> bool:
         """Writes the index down and gives the root back. Closing twice is fine; in a fork's child it does nothing.
 
         Jobs should have ended. What is pinned or reserved keeps its slab's file open, and its record valid, until it is
-        given back (unpin, release, commit); its slot may be written by the root's next owner meanwhile.
+        given back (unpin, release, commit); its slot may be written by another process meanwhile.
 
         Args:
             timeout: seconds to wait for calls on the root: those under way in other threads, and this one's own. Where
@@ -436,25 +601,65 @@ class Store:
         if self._gone.is_set():
             return True
         self._closed = True
+        self._stop.set()
         reporter.warn("close", f"{self.config.root} is left as it is: a call on it has not returned")
         return False
 
     def _close(self) -> None:
+        self._stop.set()
         with self._change:
             if self._gone.is_set():
                 return
             self._closed = True
-            self._forget_doomed()
-            self._index.close()
+            try:
+                with self._lock.held():
+                    self._leave()
+            except (RootBusy, IOFault) as exc:  # others will find the seat empty
+                self._keep_waiting(exc)
+                self._index.close(last=False)
             self._table.close()
-            self._opened.lock.drop()
+            self._lock.drop()
             self._gone.set()
+
+    def _leave(self) -> None:
+        """Tells the other processes, or the next one, that this one has nothing here any more."""
+        self._follower.catch_up()
+        self._forget_doomed()
+        leases = [gone(self._table.lease_row(lease)) for lease in self._table.leases.values()]
+        self._index.apply([], [], [*leases, gone(self._follower.me)])
+        try:
+            last = not self._lock.others()
+        except IOFault:
+            last = False
+        self._index.close(last=last)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _refuse_twice(root: Path) -> None:
+    """LMDB opens a file once in a process."""
+    mine = [store for store in _OPEN if store._pid == os.getpid() and not store._gone.is_set()]
+    if any(store.config.root.resolve() == root.resolve() for store in mine):
+        raise StoreError(f"{root} is open in this process already: engines can share one store")
+
+
+def _keep_house(known: weakref.ref[Store], stop: threading.Event) -> None:
+    """The housekeeper's thread: holds no reference, so that a store that was forgotten can go."""
+    while not stop.wait(REFRESH_S):
+        if (store := known()) is None:
+            return
+        try:
+            if store._has_changed():
+                store.maintain()
+        except StoreError:
+            return  # closed
+        except Exception as exc:  # a defect: whatever it is, other processes must still be heard of
+            reporter.warn("housekeeping", f"housekeeping failed: {exc!r}")
+        del store
 
 
 def _fits(layout: SlotLayout | None, key: bytes, reservation: Reservation, mask: int) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvxfer.policy import CachePolicy
 from kvxfer.slot import SlotLayout
-from kvxfer.store.entry import Entry, Reservation, SlotState, pack_chunk
+from kvxfer.store.entry import Entry, Lease, Reservation, SlotState, pack_chunk
+from kvxfer.store.records import IndexRecord, LeaseRow, Row
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
 
@@ -61,6 +62,7 @@ class Table:
     def __init__(self, generations: Generations, writers: int, policies: Policies) -> None:
         self.lock = threading.Lock()
         self.generations = generations
+        self.epoch = generations.epoch  # names this process in its leases, also when another one is drawn
         # What lookups see: namespaces registered since the weight epoch began. Written under the lock, read without.
         self.served: dict[bytes, dict[bytes, Entry]] = {}
         self.layouts: dict[bytes, SlotLayout] = {}
@@ -69,6 +71,12 @@ class Table:
         self.live_bytes = 0
         self.evictions = dict.fromkeys(EVICTION_REASONS, 0)
         self.invalidations = dict.fromkeys(INVALIDATION_REASONS, 0)
+        self.slabs_by_id: dict[int, SlabFile] = {}
+        self.leases: dict[int, Lease] = {}  # of this process, that the index knows
+        self.foreign: dict[tuple[int, int], LeaseRow] = {}  # of others, by epoch and number
+        self.foreign_slots = 0
+        self._ended: list[Lease] = []  # all settled, but the index still names them
+        self._lease_number = 0
         self._all: dict[bytes, dict[bytes, Entry]] = {}
         self._doomed: list[Entry] = []  # dead, but the index still names them
         self._writers = writers
@@ -133,7 +141,7 @@ class Table:
                 else:
                     self._used(entry)
                     entry.slab.policy.unpin(entry)
-        self._close_idle()
+        self.close_idle()
 
     def touch(self, digest: bytes, keys: Iterable[bytes]) -> None:
         """Counts as a use of what is there."""
@@ -182,6 +190,7 @@ class Table:
             slots = self._slot_class(slab.layout)
             slab.policy = slots.policy
             slots.slabs.append(slab)
+            self.slabs_by_id[slab.slab_id] = slab
             if slab.free_slots:
                 slots.available.append(slab)
 
@@ -193,23 +202,27 @@ class Table:
     def detach_slab(self, slab: SlabFile) -> list[Entry] | None:
         """Takes a slab out and returns its living entries, taken out too; None if something in it is held."""
         with self.lock:
-            if slab.held:
+            if slab.held or slab.lessees:
                 return None
-            slots = self.classes[slab.layout]
-            slots.slabs.remove(slab)
-            if slab in slots.available:
-                slots.available.remove(slab)
-            slab.retired = True
+            self._retire(slab)
             entries = [entry for entry in slab.entries.values() if not entry.dead]
             for entry in entries:
                 self._detach(entry)
             return entries
 
+    def _retire(self, slab: SlabFile) -> None:
+        slots = self.classes[slab.layout]
+        slots.slabs.remove(slab)
+        if slab in slots.available:
+            slots.available.remove(slab)
+        del self.slabs_by_id[slab.slab_id]
+        slab.retired = True
+
     def coldest_other(self, layout: SlotLayout) -> SlabFile | None:
         """The slab of another layout whose latest use is longest ago, of those that can be removed."""
         with self.lock:
             others = [slots.slabs for slots in self.classes.values() if slots.layout != layout]
-            removable = [slab for slabs in others for slab in slabs if not slab.held and not slab.stuck]
+            removable = [slab for slabs in others for slab in slabs if not (slab.held or slab.lessees or slab.stuck)]
             return min(removable, key=lambda slab: slab.last_used, default=None)
 
     def coldest_layout(self) -> SlotLayout | None:
@@ -231,16 +244,22 @@ class Table:
         """Up to n free slots, in turns from the first `writers` slabs that have some."""
         taken: list[Reservation] = []
         with self.lock:
+            self._lease_number += 1
+            lease = Lease(self._lease_number)
             slots = self._slot_class(layout)
             available = slots.available
             while available and len(taken) < n:
                 slots.rotor = (slots.rotor + 1) % min(len(available), self._writers)
                 slab = available[slots.rotor]
-                taken.append(Reservation(slab, slab.take(), self.generations.next()))
+                taken.append(Reservation(slab, slab.take(), self.generations.next(), lease))
                 slab.held += 1
                 if not slab.free_slots:
                     del available[slots.rotor]
             self.reserved += len(taken)
+            lease.open = len(taken)
+            lease.slots = [(one.slab.slab_id, one.slot, one.generation) for one in taken]
+            if taken:
+                self.leases[lease.number] = lease
         return taken
 
     def open_slabs(self, layout: SlotLayout) -> int:
@@ -255,7 +274,7 @@ class Table:
                 if reservation.state is not SlotState.SETTLED:
                     self._settle_reservation(reservation)
                     self._free(reservation.slab, reservation.slot)
-        self._close_idle()
+        self.close_idle()
 
     def quarantine(self, reservation: Reservation) -> None:
         """Keeps a slot from everybody until it is released."""
@@ -272,11 +291,126 @@ class Table:
             self.quarantined -= 1
         reservation.state = SlotState.SETTLED
         self._let_go(reservation.slab)
+        lease = reservation.lease
+        lease.open -= 1
+        if not lease.open and not lease.void:
+            self._ended.append(lease)
 
     def _free(self, slab: SlabFile, slot: int) -> None:
-        slab.free(slot)
-        if not slab.retired and slab.free_slots == 1:
+        # After a lease that became void, or a pin that outlived its entry, the slot may be another process's by now.
+        if slot in slab.entries or slot in slab.lessees:
+            return
+        if slab.free(slot) and not slab.retired and slab.free_slots == 1:
             self.classes[slab.layout].available.append(slab)
+
+    def _mark(self, slab: SlabFile, slot: int) -> None:
+        if slab.mark(slot) and not slab.free_slots and not slab.retired:
+            self.classes[slab.layout].available.remove(slab)
+
+    # ---- what other processes did (follow.py) ------------------------------------------------------------
+
+    def follow_put(self, record: IndexRecord) -> None:
+        """Another process has stored this. With the lock."""
+        slab = self.slabs_by_id.get(record.slab_id)
+        old = self._all.get(record.digest, {}).get(record.key)
+        if old is not None and IndexRecord.of(old) == record:
+            return
+        if old is not None:
+            self._forget(old)
+        possible = slab is not None and record.slot < slab.usable and record.generation > 0
+        if slab is None or not possible or not 0 < record.mask < 1 << slab.layout.blocks_per_chunk:
+            return  # a slab that could not be opened here: its chunks are misses in this process
+        if (there := slab.entries.get(record.slot)) is not None:
+            if there.dead and there.indexed and there.generation == record.generation:
+                return  # this process is about to tell the index that it is no good
+            if not there.dead:
+                self._forget(there)
+            slab.entries.pop(record.slot, None)
+        slab.lessees.pop(record.slot, None)
+        self._mark(slab, record.slot)
+        entry = Entry(record.digest, record.key, slab, record.slot, record.generation, record.mask)
+        layout = self.layouts.get(record.digest)
+        self._put(entry)
+        if layout is not None and slab.layout != layout:
+            self._detach(entry)
+            self._doomed.append(entry)
+            self.invalidations["layout"] += 1
+
+    def follow_delete(self, digest: bytes, key: bytes) -> None:
+        """Another process has evicted or invalidated this. With the lock."""
+        if (entry := self._all.get(digest, {}).get(key)) is not None:
+            self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        self._detach(entry)
+        entry.indexed = False
+        self._free_if_unused(entry)
+
+    def follow_lease(self, row: LeaseRow) -> None:
+        """Another process has taken these slots. With the lock."""
+        name = row.epoch, row.number
+        if name in self.foreign:
+            return
+        self.foreign[name] = row
+        self.foreign_slots += len(row.slots)
+        for slab_id, slot, _ in row.slots:
+            if (slab := self.slabs_by_id.get(slab_id)) is not None:
+                # A dead entry that is pinned here still stands in the slot; it is not to free it any more.
+                if (there := slab.entries.pop(slot, None)) is not None and not there.dead:
+                    self._forget(there)
+                slab.lessees[slot] = name
+                self._mark(slab, slot)
+
+    def follow_lease_end(self, epoch: int, number: int) -> None:
+        """The index names a lease no more. With the lock."""
+        if epoch == self.epoch:
+            if (lease := self.leases.pop(number, None)) is not None:
+                lease.void = True
+            return
+        if (row := self.foreign.pop((epoch, number), None)) is None:
+            return
+        self.foreign_slots -= len(row.slots)
+        for slab_id, slot, _ in row.slots:
+            slab = self.slabs_by_id.get(slab_id)
+            if slab is not None and slab.lessees.get(slot) == (epoch, number):
+                del slab.lessees[slot]
+                self._free(slab, slot)
+
+    def follow_retire(self, slab_id: int) -> None:
+        """Another process removes a slab. What is pinned in it can be read to its end. With the lock."""
+        if (slab := self.slabs_by_id.get(slab_id)) is None:
+            return
+        for entry in [entry for entry in slab.entries.values() if not entry.dead]:
+            self._forget(entry)
+        self._retire(slab)
+        if not slab.held:
+            self._idle.append(slab)
+
+    # ---- leases ------------------------------------------------------------------------------------------
+
+    def lease_row(self, lease: Lease) -> LeaseRow:
+        """Its row."""
+        return LeaseRow(self.epoch, lease.number, lease.slots)
+
+    def ended_leases(self, most: int) -> list[Lease]:
+        """Takes up to `most` off the list of those that the index can forget."""
+        with self.lock:
+            taken, self._ended = self._ended[:most], self._ended[most:]
+            for lease in taken:
+                self.leases.pop(lease.number, None)
+            return taken
+
+    def keep_ended(self, leases: list[Lease]) -> None:
+        """Puts them back on it."""
+        with self.lock:
+            for lease in leases:
+                self.leases[lease.number] = lease
+            self._ended = leases + self._ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there are leases for the index to forget."""
+        return bool(self._ended)
 
     # ---- entries come and go -----------------------------------------------------------------------------
 
@@ -373,10 +507,15 @@ class Table:
             del entry.slab.entries[entry.slot]
             self._free(entry.slab, entry.slot)
 
-    def everything(self) -> list[Entry]:
-        """All living entries, the namespaces that nobody registered included."""
+    def living(self) -> list[Entry]:
+        """All living entries. With the lock."""
+        return [entry for table in self._all.values() for entry in table.values()]
+
+    def everything(self) -> list[Row]:
+        """The rows of all living entries, the namespaces that nobody registered included, and of all leases."""
         with self.lock:
-            return [entry for table in self._all.values() for entry in table.values()]
+            entries = [IndexRecord.of(entry) for entry in self.living()]
+            return [*entries, *map(self.lease_row, self.leases.values()), *self.foreign.values()]
 
     # ---- closing -----------------------------------------------------------------------------------------
 
@@ -385,15 +524,16 @@ class Table:
         with self.lock:
             self._closed = True
             self._idle += [slab for slots in self.classes.values() for slab in slots.slabs if not slab.held]
-        self._close_idle()
+        self.close_idle()
 
     def _let_go(self, slab: SlabFile) -> None:
         slab.held -= 1
-        if self._closed and not slab.held:
+        if (self._closed or slab.retired) and not slab.held:
             self._idle.append(slab)
 
-    def _close_idle(self) -> None:
-        if self._idle:  # only once this is closed
+    def close_idle(self) -> None:
+        """Closes the slabs that are of no more use. Without the lock."""
+        if self._idle:  # only where slabs were retired by another process, or once this is closed
             with self.lock:
                 idle, self._idle = self._idle, []
             for slab in idle:

@@ -24,6 +24,8 @@ from kvxfer._native import FAULT_ACTIONS, OPS, UINT64_MAX
 
 ROOT = Path(__file__).resolve().parents[2]
 
+TRY, DROP, TEST = _native.LOCK_TRY, _native.LOCK_DROP, _native.LOCK_TEST
+
 
 def add(
     op: str, action: str, arg: int = 0, *, after: int = 0, times: int = 0, lo: int = 0, hi: int = UINT64_MAX
@@ -323,16 +325,17 @@ def test_plain_calls_do_what_they_say_and_are_counted(tmp_path: Path) -> None:
     assert buffer.raw[:6] == b"\0hello"
     assert lib.kvx_sys_ftruncate(fd, 100) == 0
     assert lib.kvx_sys_fsync(fd) == 0
-    assert lib.kvx_sys_flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) == 0
-    second = lib.kvx_sys_open(path, os.O_RDONLY, 0)
-    assert lib.kvx_sys_flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB) == -errno.EWOULDBLOCK
+    second = lib.kvx_sys_open(path, os.O_RDWR, 0)
+    assert lib.kvx_sys_lock(fd, 5, TRY) == lib.kvx_sys_lock(second, 6, TRY) == lib.kvx_sys_lock(fd, 5, TEST) == 0
+    assert lib.kvx_sys_lock(second, 5, TRY) == lib.kvx_sys_lock(second, 5, TEST) == -errno.EWOULDBLOCK
+    assert lib.kvx_sys_lock(fd, 5, DROP) == lib.kvx_sys_lock(second, 5, TRY) == 0
     assert lib.kvx_sys_rename(path, other) == 0
     assert lib.kvx_sys_mkdir(folder, 0o700) == 0
     assert lib.kvx_sys_mkdir(folder, 0o700) == -errno.EEXIST
     assert lib.kvx_sys_unlink(other) == 0
     assert lib.kvx_sys_close(fd) == lib.kvx_sys_close(second) == 0
     counted = dict(zip(OPS, [calls(op) - old for op, old in zip(OPS, before, strict=True)], strict=True))
-    assert counted == {**dict.fromkeys(OPS, 1), "open": 2, "close": 2, "flock": 2, "mkdir": 2, "mmap": 0}
+    assert counted == {**dict.fromkeys(OPS, 1), "open": 2, "close": 2, "lock": 7, "mkdir": 2, "mmap": 0}
 
 
 def test_plain_calls_answer_minus_errno(tmp_path: Path) -> None:
@@ -344,7 +347,7 @@ def test_plain_calls_answer_minus_errno(tmp_path: Path) -> None:
     for answer in (
         lib.kvx_sys_close(-1), lib.kvx_sys_pread(-1, buffer, 1, 0), lib.kvx_sys_pwrite(-1, buffer, 1, 0),
         lib.kvx_sys_fallocate(-1, 1), lib.kvx_sys_ftruncate(-1, 1), lib.kvx_sys_fsync(-1), lib.kvx_sys_size(-1),
-        lib.kvx_sys_flock(-1, fcntl.LOCK_EX), lib.kvx_sys_dioalign(-1, C.byref(C.c_uint32()), C.byref(C.c_uint32())),
+        lib.kvx_sys_lock(-1, 0, TRY), lib.kvx_sys_dioalign(-1, C.byref(C.c_uint32()), C.byref(C.c_uint32())),
     ):  # fmt: skip
         assert answer == -errno.EBADF
 
@@ -363,7 +366,7 @@ def test_every_plain_call_can_fail(tmp_path: Path, op: str) -> None:
         "unlink": lambda: lib.kvx_sys_unlink(path),
         "rename": lambda: lib.kvx_sys_rename(path, path),
         "mkdir": lambda: lib.kvx_sys_mkdir(path, 0o700),
-        "flock": lambda: lib.kvx_sys_flock(fd, fcntl.LOCK_UN),
+        "lock": lambda: lib.kvx_sys_lock(fd, 0, TRY),
     }[op]
     rule = add(op, "errno", errno.EDQUOT, times=1)
     assert make() == -errno.EDQUOT

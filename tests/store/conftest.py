@@ -32,7 +32,7 @@ def opened(root: Path, faults: FaultyIO) -> Iterator[Callable[..., Store]]:
     stores: list[Store] = []
 
     def make(writers: int = 4, **config: Any) -> Store:
-        stores.append(Store.open(rig.config(root, **config), writers=writers))
+        stores.append(Store.open(rig.config(root, **config), writers=writers, housekeeping=False))
         return stores[-1]
 
     yield make

@@ -339,7 +339,7 @@ def test_a_close_whose_own_calls_hang_is_bounded(root: Path, op: str) -> None:
         assert rule.hits == 1
         with pytest.raises(StoreError, match="closed"):
             store.lookup_prefix(digest, [rig.key(0)])
-        with pytest.raises(StoreError, match="another process|already open|in use|has the root"):
+        with pytest.raises(StoreError, match="open in this process already"):
             Store.open(rig.config(root), writers=1)
     assert store.close(5) is True
     with Store.open(rig.config(root), writers=1) as again:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.store import index as index_module
-from kvxfer.store.index import Index, IndexRecord, Put, max_records
+from kvxfer.store.index import Index, max_records
+from kvxfer.store.records import IndexRecord, Put
 from tests.store import rig
 
 MAP = 1 << 20

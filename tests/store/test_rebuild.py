@@ -14,6 +14,7 @@ import pytest
 from kvxfer.slot import SlotLayout
 from kvxfer.store import Store
 from kvxfer.store import index as index_module
+from kvxfer.store.records import Put
 from kvxfer.testing import FaultyIO
 from tests.store import rig
 
@@ -62,11 +63,11 @@ def damage_state(index: Path) -> None:
 
 
 def newer_state(index: Path) -> None:
-    (index / "state.json").write_text(json.dumps({"format": 2, "boot_id": "x", "state": "clean"}))
+    (index / "state.json").write_text(json.dumps({"format": 3, "boot_id": "x", "state": "clean"}))
 
 
 def other_boot(index: Path) -> None:
-    (index / "state.json").write_text(json.dumps({"format": 1, "boot_id": "another", "state": "open"}))
+    (index / "state.json").write_text(json.dumps({"format": 2, "boot_id": "another", "state": "open"}))
 
 
 DAMAGES = [delete, write_garbage, cut, empty, scribble, forget_state, damage_state, newer_state, other_boot]
@@ -95,7 +96,7 @@ def test_everything_comes_back_from_the_trailers(
 
 def test_an_index_that_was_open_in_this_boot_is_used(opened: Opened, root: Path) -> None:
     fill(opened)
-    state = {"format": 1, "boot_id": index_module.boot_id(), "state": "open"}
+    state = {"format": 2, "boot_id": index_module.boot_id(), "state": "open"}
     (root / "index" / "state.json").write_text(json.dumps(state))
     assert opened().stats().rebuilds == 0
 
@@ -107,9 +108,9 @@ def test_a_machine_without_a_boot_id_always_rebuilds_what_was_open(
     digest = fill(opened)
     store = opened()
     assert store.stats().rebuilds == 0  # it was closed
-    (root / "index" / "state.json").write_text(json.dumps({"format": 1, "boot_id": "", "state": "open"}))
+    (root / "index" / "state.json").write_text(json.dumps({"format": 2, "boot_id": "", "state": "open"}))
     store.close()
-    (root / "index" / "state.json").write_text(json.dumps({"format": 1, "boot_id": "", "state": "open"}))
+    (root / "index" / "state.json").write_text(json.dumps({"format": 2, "boot_id": "", "state": "open"}))
     store = opened()
     assert store.stats().rebuilds == 1
     store.register(rig.namespace(), rig.ROW)
@@ -264,7 +265,7 @@ def test_records_that_cannot_be_are_dropped(opened: Opened, root: Path) -> None:
         good._replace(key=b"d", mask=1 << 4), good._replace(key=b"e", generation=0),
         good._replace(key=b"f", generation=good.generation - (1 << 32)),  # on a slot that has an owner
     ]  # fmt: skip
-    assert index.apply([], [index_module.Put(record, 0) for record in bad])
+    assert index.apply([], [Put(record, 0) for record in bad])
     with index._env.begin(write=True) as txn:
         txn.put(digest + b"odd", b"short")
     index.close()

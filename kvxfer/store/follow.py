@@ -1,0 +1,180 @@
+"""Keeps a process's table as the index is: what other processes of the root have changed since the last look.
+
+All of it happens with the root's lock, so that whoever holds that decides on what is so, and not on what was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import lmdb
+
+from kvxfer.errors import FormatError, IOFault
+from kvxfer.report import reporter
+from kvxfer.store.index import Index
+from kvxfer.store.members import RootLock
+from kvxfer.store.records import (
+    EntryName,
+    IndexRecord,
+    Item,
+    LeaseName,
+    LeaseRow,
+    MemberName,
+    MemberRow,
+    Name,
+    Row,
+    SlabName,
+    SlabRow,
+    gone,
+    item,
+    parse,
+    parse_name,
+)
+from kvxfer.store.room import SlabRoom
+from kvxfer.store.table import Table
+
+_KINDS = (SlabRow, MemberRow, IndexRecord, LeaseRow)  # a row may name one of an earlier kind
+
+
+class Follower:
+    """Applies the index's changes to a table and a room, and knows who else is there."""
+
+    def __init__(self, index: Index, table: Table, room: SlabRoom, lock: RootLock) -> None:
+        self.members: dict[int, MemberRow] = {}  # by seat
+        self.me = MemberRow(lock.seat, table.epoch, os.getpid())
+        self._index, self._table, self._room, self._lock = index, table, room, lock
+
+    def catch_up(self) -> None:
+        """Brings everything up to date. Storage errors are counted: the index is then written anew from the table."""
+        try:
+            changed = self._index.changes()
+            if changed is None:
+                self.reload(self._index.everything())
+            elif changed:
+                self._apply([_parsed(change) for change in changed])
+        except (lmdb.Error, OSError) as exc:
+            self._index.failed("catching up", exc)
+        self._room.finish()
+
+    def reload(self, rows: list[Row]) -> None:
+        """Makes everything as these rows, which are all there are, say."""
+        rows.sort(key=self._order)
+        kept = {_name(row) for row in rows}
+        stale: list[Name] = [SlabName(slab_id) for slab_id in self._room.rows]
+        stale += [MemberName(seat) for seat in self.members]
+        with self._table.lock:
+            stale += [EntryName(entry.digest, entry.key) for entry in self._table.living()]
+            stale += [LeaseName(*name) for name in self._table.foreign]
+            stale += [LeaseName(self._table.epoch, number) for number in self._table.leases]
+        self._apply([name for name in stale if name not in kept])
+        self._apply(rows)
+        if self.members.get(self.me.seat) != self.me and self._index.apply([], [], [item(self.me)]):
+            self._apply([self.me])
+
+    def _order(self, row: Row) -> tuple[int, int, int]:
+        """Kinds after each other; entries as they were stored, as far as that is known."""
+        kind = _KINDS.index(type(row)) if type(row) in _KINDS else -1
+        if not isinstance(row, IndexRecord):
+            return kind, 0, 0
+        return kind, self._index.epoch_order(row.generation >> 32), row.generation & 0xFFFFFFFF
+
+    def begin(self) -> None:
+        """The first process: writes down itself and its slabs, and forgets what earlier ones were doing."""
+        self.members = {self.me.seat: self.me}
+        self._index.begin([*self._room.rows.values(), self.me])
+
+    def everything(self) -> list[Row]:
+        """All rows but epochs, for an index that is written anew."""
+        return [*self._table.everything(), *self._room.rows.values(), *self.members.values()]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process has the root open, as far as is known."""
+        return self.members.keys() <= {self.me.seat}
+
+    def reap(self) -> None:
+        """Takes back what processes that have ended had taken."""
+        try:
+            dead = [row for row in self.members.values() if not self._is_alive(row)]
+        except IOFault as exc:
+            self._index.failed("looking for processes", exc)
+            return
+        if not dead:
+            return
+        epochs = {row.epoch for row in dead}
+        leases = [row for row in self._table.foreign.values() if row.epoch in epochs]
+        over: list[Row] = [*dead, *leases]
+        items = [gone(row) for row in over]
+        if self._index.apply([], [], items):
+            self._apply([_parsed(change) for change in items])
+
+    def _is_alive(self, row: MemberRow) -> bool:
+        return row.seat == self.me.seat or self._lock.is_taken(row.seat)
+
+    def _apply(self, changed: Iterable[Row | Name | None]) -> None:
+        entries: list[Row | Name] = []
+        for change in changed:
+            match change:
+                case None:
+                    continue
+                case IndexRecord() | EntryName() | LeaseRow() | LeaseName():
+                    entries.append(change)
+                    continue
+            self._apply_entries(entries)
+            entries = []
+            match change:
+                case SlabRow():
+                    self._slab(change)
+                case SlabName(slab_id):
+                    self._retire(slab_id)
+                    self._room.forget(slab_id)
+                case MemberRow():
+                    self.members[change.seat] = change
+                case MemberName(seat):
+                    self.members.pop(seat, None)
+        self._apply_entries(entries)
+        self._index.shared = not self.is_alone
+        self._table.close_idle()
+
+    def _apply_entries(self, changed: list[Row | Name]) -> None:
+        if not changed:
+            return
+        table = self._table
+        with table.lock:
+            for change in changed:
+                match change:
+                    case IndexRecord():
+                        table.follow_put(change)
+                    case EntryName(digest, key):
+                        table.follow_delete(digest, key)
+                    case LeaseRow():
+                        if change.epoch != table.epoch:
+                            table.follow_lease(change)
+                    case LeaseName(epoch, number):
+                        table.follow_lease_end(epoch, number)
+
+    def _slab(self, row: SlabRow) -> None:
+        self._room.note(row)
+        if not row.is_ready:
+            self._retire(row.slab_id)
+        elif row.slab_id not in self._table.slabs_by_id:
+            try:
+                if (slab := self._room.open(row.slab_id)) is not None:
+                    self._table.attach(slab)
+            except (IOFault, FormatError) as exc:
+                self._room.errors += 1
+                reporter.warn(f"slab {row.slab_id}", f"another process's slab cannot be opened here: {exc}")
+
+    def _retire(self, slab_id: int) -> None:
+        with self._table.lock:
+            self._table.follow_retire(slab_id)
+
+
+def _parsed(change: Item) -> Row | Name | None:
+    name, value = change
+    return parse_name(name) if value is None else parse(name, value)
+
+
+def _name(row: Row) -> Name | None:
+    return parse_name(gone(row)[0])

@@ -1,0 +1,141 @@
+"""Which processes have a root open, and whose turn it is to change it: locks on bytes of one file.
+
+Byte 0 is the root's lock: whoever reads or changes the index, makes or removes a slab, or replaces a small file holds
+it, for some microseconds as a rule. Every process that has the root open holds another byte, its seat, for as long.
+The kernel gives all of them back when the process ends, however it ends; so nobody's jobs are behind a seat that is
+free, and nothing is ever taken from a process that is merely slow.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvxfer.errors import IOFault, StoreError
+from kvxfer.io.system import read_upto, sys_close, sys_lock, sys_locked, sys_open, sys_unlock, write_all
+from kvxfer.report import reporter
+
+LOCK_FILE = "lock"
+MAX_MEMBERS = 64
+LOCK_TIMEOUT_S = 5.0
+_ROOT = 0
+_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 2e-3
+_SIGN_BYTES = 16
+
+
+class RootBusy(StoreError):
+    """Another process holds the root's lock for too long: it was stopped, or hangs in a call on the disk."""
+
+
+class RootLock:
+    """The lock file of a root, opened by one store."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        """For `open` only."""
+        self.seat = 0
+        self._fd = fd
+        self._path = path
+        self._patient = True
+
+    @classmethod
+    def open(cls, root: Path) -> RootLock:
+        """Opens the file, or makes it.
+
+        Raises:
+            IOFault: it cannot be.
+        """
+        path = root / LOCK_FILE
+        return cls(sys_open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), path)
+
+    @contextmanager
+    def held(self, timeout: float | None = None) -> Iterator[None]:
+        """The root's lock, for the block. Not to be nested; between threads of one store another lock decides.
+
+        Args:
+            timeout: seconds to wait for it; None: LOCK_TIMEOUT_S, but no time at all after that was too little once.
+
+        Raises:
+            RootBusy: another process kept it.
+            IOFault: the call failed.
+        """
+        self._acquire(timeout)
+        try:
+            yield
+        finally:
+            try:
+                sys_unlock(self._fd, _ROOT, self._path)
+            except IOFault as exc:  # nothing can be done: it goes when the file is closed
+                reporter.warn("lock", f"the root's lock cannot be given back: {exc}")
+
+    def _acquire(self, timeout: float | None) -> None:
+        if timeout is None:
+            timeout = LOCK_TIMEOUT_S if self._patient else 0.0
+        end, pause = 0.0, _PAUSE_S
+        while not sys_lock(self._fd, _ROOT, self._path):
+            now = time.monotonic()
+            end = end or now + timeout
+            if now >= end:
+                self._patient = False
+                raise RootBusy(
+                    f"{self._path} is locked by another process, one of {self.pids()}, for more than {timeout} seconds"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        self._patient = True
+
+    def sit(self) -> int:
+        """Takes a seat; its number. With the root's lock.
+
+        Raises:
+            StoreError: MAX_MEMBERS processes have the root open.
+            IOFault: the call failed.
+        """
+        for seat in range(1, MAX_MEMBERS + 1):
+            if sys_lock(self._fd, seat, self._path):
+                self.seat = seat
+                try:
+                    write_all(self._fd, b"%-15d\n" % os.getpid(), seat * _SIGN_BYTES, self._path)
+                except IOFault as exc:
+                    reporter.warn("lock", f"the lock cannot be signed: {exc}")  # it is held all the same
+                return seat
+        raise StoreError(f"{self._path} has {MAX_MEMBERS} seats, and as many processes have the root open")
+
+    def others(self) -> list[int]:
+        """The seats that other processes hold.
+
+        Raises:
+            IOFault: the call failed.
+        """
+        return [seat for seat in range(1, MAX_MEMBERS + 1) if self.is_taken(seat)]
+
+    def is_taken(self, seat: int) -> bool:
+        """Whether another open file holds a seat.
+
+        Raises:
+            IOFault: the call failed.
+        """
+        return sys_locked(self._fd, seat, self._path)
+
+    def pid(self, seat: int) -> int:
+        """Who has signed for a seat; 0 where nobody has."""
+        try:
+            text = read_upto(self._fd, _SIGN_BYTES, seat * _SIGN_BYTES, self._path)
+        except IOFault:
+            return 0
+        return int(text) if text.strip().isdigit() else 0
+
+    def pids(self) -> list[int]:
+        """The processes behind the taken seats, as far as they have signed."""
+        try:
+            return [pid for seat in self.others() if (pid := self.pid(seat))]
+        except IOFault:
+            return []
+
+    def drop(self) -> None:
+        """Closes the file: the seat is free for another. In the child of a fork the parent keeps it."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            sys_close(fd)
