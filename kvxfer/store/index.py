@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import lmdb
 
-from kvxfer.errors import IOFault
+from kvxfer.errors import IOFault, StoreError
 from kvxfer.io.system import read_small, replace_file, sync_directory, sys_mkdir, sys_unlink
 from kvxfer.report import reporter
 from kvxfer.store import changes
@@ -172,10 +172,15 @@ class Index:
 
     def _reopen(self) -> None:
         self.drop()
-        self._env = lmdb.open(
-            str(self.directory), map_size=self.map_bytes, subdir=True, mode=0o600, create=True, sync=False,
-            metasync=False, writemap=False, lock=False, max_dbs=0,
-        )  # fmt: skip
+        try:
+            self._env = lmdb.open(
+                str(self.directory), map_size=self.map_bytes, subdir=True, mode=0o600, create=True, sync=False,
+                metasync=False, writemap=False, lock=False, max_dbs=0,
+            )  # fmt: skip
+        except lmdb.Error as exc:
+            if "already open in this process" in str(exc):  # no damage: a store of this process was left open
+                raise StoreError(f"{self.directory} is open in this process already") from exc
+            raise
         self._inode = os.stat(self.directory / DATA).st_ino
         self._position = 0
         self._broken = False

@@ -56,6 +56,7 @@ def _after_fork() -> None:
     # The child must not keep the root locked when its parent has gone.
     for store in list(_OPEN):
         store._lock.drop()
+        store._index.drop()  # LMDB opens a file once in a process, and counts the parent
 
 
 class Store:
