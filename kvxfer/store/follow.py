@@ -42,7 +42,7 @@ class Follower:
 
     def __init__(self, index: Index, table: Table, room: SlabRoom, lock: RootLock) -> None:
         self.members: dict[int, MemberRow] = {}  # by seat
-        self.me = MemberRow(lock.seat, table.epoch, os.getpid())
+        self.me = MemberRow(lock.seat, table.leases.epoch, os.getpid())
         self._index, self._table, self._room, self._lock = index, table, room, lock
 
     def catch_up(self) -> None:
@@ -65,8 +65,7 @@ class Follower:
         stale += [MemberName(seat) for seat in self.members]
         with self._table.lock:
             stale += [EntryName(entry.digest, entry.key) for entry in self._table.living()]
-            stale += [LeaseName(*name) for name in self._table.foreign]
-            stale += [LeaseName(self._table.epoch, number) for number in self._table.leases]
+            stale += self._table.leases.names()
         self._apply([name for name in stale if name not in kept])
         self._apply(rows)
         if self.members.get(self.me.seat) != self.me and self._index.apply([], [], [item(self.me)]):
@@ -103,7 +102,7 @@ class Follower:
         if not dead:
             return
         epochs = {row.epoch for row in dead}
-        leases = [row for row in self._table.foreign.values() if row.epoch in epochs]
+        leases = [row for row in self._table.leases.foreign.values() if row.epoch in epochs]
         over: list[Row] = [*dead, *leases]
         items = [gone(row) for row in over]
         if self._index.apply([], [], items):
@@ -149,8 +148,7 @@ class Follower:
                     case EntryName(digest, key):
                         table.follow_delete(digest, key)
                     case LeaseRow():
-                        if change.epoch != table.epoch:
-                            table.follow_lease(change)
+                        table.follow_lease(change)
                     case LeaseName(epoch, number):
                         table.follow_lease_end(epoch, number)
 

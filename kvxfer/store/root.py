@@ -16,7 +16,7 @@ from kvxfer.io.modes import PROBE_NAME
 from kvxfer.io.system import TEMPORARY, fault, read_small, replace_file, sys_mkdir
 from kvxfer.slot import ALIGNMENT
 from kvxfer.store.index import DATA, STATE
-from kvxfer.store.members import LOCK_FILE
+from kvxfer.store.members import LOCK_FILE, RootLock
 from kvxfer.store.slab import SLAB_NAME
 
 FORMAT = 1
@@ -82,6 +82,27 @@ def read_root(root: Path) -> RootInfo | None:
         raise FormatError(f"{path} says alignment {alignment!r}, weight_epoch {epoch!r}: damaged; nothing was changed")
     limits = body.get("limits")
     return RootInfo(alignment, epoch, limits if isinstance(limits, dict) else {})
+
+
+def raise_weight_epoch(root: Path) -> tuple[int, int]:
+    """Makes everything stored so far a miss for all processes; the epoch that was, and the one that is.
+
+    Raises:
+        ConfigError: there is no root.
+        FormatError, IOFault: it cannot be read or written.
+        StoreError: another process keeps the root locked.
+    """
+    if read_root(root) is None:
+        raise ConfigError(f"{root} is no root: it has no {ROOT_FILE}")
+    lock = RootLock.open(root)
+    try:
+        with lock.held():
+            if (info := read_root(root)) is None:
+                raise ConfigError(f"{root} is no root any more")
+            write_root(root, replace(info, weight_epoch=info.weight_epoch + 1))
+    finally:
+        lock.drop()
+    return info.weight_epoch, info.weight_epoch + 1
 
 
 def root_stamp(root: Path) -> tuple[int, int]:

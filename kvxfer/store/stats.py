@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from kvxfer.config import StoreConfig
+
+if TYPE_CHECKING:
+    from kvxfer.store.follow import Follower
+    from kvxfer.store.index import Index
+    from kvxfer.store.opening import Opened
+    from kvxfer.store.room import SlabRoom
+    from kvxfer.store.table import Table
 
 # Every reason is there from the start, at zero.
 EVICTION_REASONS = ("capacity", "reclaimed", "index", "shrunk")
@@ -52,3 +62,44 @@ class StoreStats:
     rebuild_reason: str
     busy: int  # times the root's lock could not be had
     namespace_errors: int  # namespace.json files that could not be written
+
+
+@dataclass(slots=True)
+class Counts:
+    """The counters that the store itself keeps."""
+
+    commits: int = 0
+    replacements: int = 0
+    duplicates: int = 0
+    failed_commits: int = 0
+    refused_reservations: int = 0
+    busy: int = 0
+    namespace_errors: int = 0
+
+
+def gather(
+    config: StoreConfig,
+    weight_epoch: int,
+    counts: Counts,
+    opened: Opened,
+    table: Table,
+    room: SlabRoom,
+    index: Index,
+    follower: Follower,
+) -> StoreStats:
+    """Everything, from those who know it."""
+    slabs, disk_bytes, index_bytes = table.slabs(), room.used_bytes, index.data_bytes
+    with table.lock:
+        return StoreStats(
+            capacity_bytes=config.capacity_bytes, disk_bytes=disk_bytes + index_bytes, live_bytes=table.live_bytes,
+            entries=table.entries, max_entries=index.max_entries, pinned_entries=table.pinned,
+            reserved_slots=table.reserved, quarantined_slots=table.quarantined,
+            free_slots=sum(slab.free_slots for slab in slabs), slabs=len(slabs),
+            slab_bytes=sum(slab.file_bytes for slab in slabs), index_bytes=index_bytes,
+            namespaces=len(table.served), processes=max(1, len(follower.members)), foreign_slots=table.leases.foreign_slots,
+            weight_epoch=weight_epoch, direct=opened.mode.direct, mode=opened.mode.why,
+            evictions=dict(table.evictions), invalidations=dict(table.invalidations), slabs_created=room.created,
+            slabs_removed=room.removed, slab_errors=room.errors, index_errors=index.errors,
+            index_conflicts=index.conflicts, index_recoveries=index.recoveries, rebuilds=opened.rebuilds,
+            rebuild_reason=opened.rebuild_reason, **asdict(counts),
+        )  # fmt: skip

@@ -33,20 +33,23 @@ from kvxfer.io.modes import IOMode
 from kvxfer.keys import Namespace
 from kvxfer.policy import LRUPolicy
 from kvxfer.report import reporter
-from kvxfer.slot import MAX_KEY_BYTES, SlotLayout
+from kvxfer.slot import SlotLayout
+from kvxfer.store.allocator import Allocator
 from kvxfer.store.entry import Entry, Reservation, SlotState
 from kvxfer.store.follow import Follower
+from kvxfer.store.housekeeper import keep_house
 from kvxfer.store.index import TRANSACTION, Index
+from kvxfer.store.ledger import Ledger
 from kvxfer.store.members import RootBusy, RootLock
 from kvxfer.store.namespaces import NamespaceFiles, describe
 from kvxfer.store.opening import Opened, fill, join, lock_root, open_root
-from kvxfer.store.records import EpochRow, IndexRecord, Item, Put, Row, gone, item
-from kvxfer.store.room import Made, SlabRoom
-from kvxfer.store.root import INDEX, read_root, root_stamp, write_root
-from kvxfer.store.stats import StoreStats
+from kvxfer.store.publisher import Publisher
+from kvxfer.store.records import EpochRow, IndexRecord, Row, gone
+from kvxfer.store.room import SlabRoom
+from kvxfer.store.root import INDEX, raise_weight_epoch, read_root, root_stamp, write_root
+from kvxfer.store.stats import Counts, StoreStats, gather
 from kvxfer.store.table import Generations, Policies, Table
 
-REFRESH_S = 0.03  # how often the table is brought up to date with what other processes did
 REAP_S = 1.0  # how often they are looked for
 OPEN_TIMEOUT_S = 30.0  # another process may be scanning the root
 _OPEN: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -76,6 +79,10 @@ class Store:
         self._table = table
         self._room = room
         self._follower = follower
+        self._ledger = Ledger(table, index)
+        self._allocator = Allocator(table, room, index, self._ledger)
+        self._counts = Counts()
+        self._publisher = Publisher(table, self._ledger, self._counts)
         self._namespaces = NamespaceFiles(config)
         self._change = threading.RLock()
         self._info = opened.info
@@ -85,8 +92,6 @@ class Store:
         self._gone = threading.Event()  # everything was given back
         self._stop = threading.Event()  # the housekeeper is to end
         self._next_reap = 0.0
-        self._commits = self._replacements = self._duplicates = self._failed_commits = 0
-        self._refused = self._namespace_errors = self._busy = 0
 
     @classmethod
     def open(
@@ -122,9 +127,7 @@ class Store:
             raise
         _OPEN.add(store)
         if housekeeping:
-            threading.Thread(
-                target=_keep_house, args=(weakref.ref(store), store._stop), name="kvxfer-house", daemon=True
-            ).start()
+            keep_house(weakref.ref(store), store._stop)
         return store
 
     @classmethod
@@ -222,17 +225,7 @@ class Store:
             FormatError, IOFault: it cannot be read or written.
             StoreError: another process keeps the root locked.
         """
-        if read_root(root) is None:
-            raise ConfigError(f"{root} is no root: it has no kvxfer.json")
-        lock = RootLock.open(root)
-        try:
-            with lock.held():
-                if (info := read_root(root)) is None:
-                    raise ConfigError(f"{root} is no root any more")
-                write_root(root, replace(info, weight_epoch=info.weight_epoch + 1))
-        finally:
-            lock.drop()
-        return info.weight_epoch, info.weight_epoch + 1
+        return raise_weight_epoch(root)
 
     def _read_root(self) -> None:
         """Takes note of a weight epoch that was raised. With the root's lock."""
@@ -265,7 +258,7 @@ class Store:
             try:
                 self._namespaces.write(digest, text, set(self._table.served))
             except IOFault as exc:  # the file is for people; a full disk must not keep a server from starting
-                self._namespace_errors += 1
+                self._counts.namespace_errors += 1
                 reporter.warn("namespace", f"a namespace file cannot be written: {exc}")
             self._table.serve(digest, slot)
             return digest
@@ -336,81 +329,15 @@ class Store:
                 if n < 1:
                     return []
                 if self._table.layouts.get(digest) == slot:
-                    self._forget_doomed()
-                    taken = self._take(slot, min(n, self._index_room(slot, n)))
+                    taken = self._allocator.take(slot, n)
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
-        self._refused += n - len(taken)
+        self._counts.refused_reservations += n - len(taken)
         return taken
 
     def _keep_waiting(self, exc: Exception) -> None:
-        self._busy += 1
+        self._counts.busy += 1
         reporter.warn("busy", f"the root's lock cannot be had: {exc}")
-
-    def _take(self, slot: SlotLayout, n: int) -> list[Reservation]:
-        """Free slots, else those of a new slab, else those of what goes for them."""
-        taken: list[Reservation] = []
-        made, reclaim = self._room.widen(slot, n), True
-        while len(taken) < n:
-            if got := self._table.take(slot, min(n - len(taken), TRANSACTION)):
-                if not self._lease(got):
-                    break
-                taken += got
-            elif made is Made.YES:
-                made = self._room.create(slot)
-            elif reclaim and made is not Made.FAILED and self._reclaim_colder(slot):
-                # A disk that is full may be full of others' files, and stay so: one slab is enough of a try.
-                made, reclaim = Made.YES, made is Made.OVER_CAP
-            elif not self._evict(slot, min(n - len(taken), TRANSACTION), "capacity"):
-                break
-        return taken
-
-    def _lease(self, taken: list[Reservation]) -> bool:
-        """Tells other processes that these slots are taken; where that fails they are given back."""
-        if self._change_index([], [item(self._table.lease_row(taken[0].lease))]):
-            return True
-        self._table.release(taken)
-        return False
-
-    def _index_room(self, slot: SlotLayout, n: int) -> int:
-        """How many more entries the index can name, once the coldest ones, of any layout, made way for `n`."""
-        table, most = self._table, self._index.max_entries
-        while (short := self._named() + min(n, most) - most) > 0:
-            layout = table.coldest_layout() or slot
-            if not self._evict(layout, min(short, TRANSACTION), "index"):
-                break
-        return max(0, most - self._named())
-
-    def _named(self) -> int:
-        table = self._table
-        return table.entries + table.reserved + table.foreign_slots
-
-    def _evict(self, slot: SlotLayout, n: int, reason: str) -> bool:
-        victims = self._table.victims(slot, n)
-        if not victims:
-            return False
-        if self._index.apply([IndexRecord.of(victim) for victim in victims], ()):
-            self._table.settle(victims, reason)
-            return True
-        self._table.reinstate(victims)
-        return False
-
-    def _reclaim_colder(self, slot: SlotLayout) -> bool:
-        """Removes the coldest slab of another layout, if this one has nothing that was used less recently."""
-        slab = self._table.coldest_other(slot)
-        own = self._table.next_victim_tick(slot)
-        if slab is None or (own is not None and own <= slab.last_used):
-            return False
-        if (entries := self._table.detach_slab(slab)) is None:
-            return False
-        for start in range(0, len(entries), TRANSACTION):
-            batch = entries[start : start + TRANSACTION]
-            if not self._index.apply([IndexRecord.of(entry) for entry in batch], ()):
-                self._table.attach(slab)
-                self._table.reinstate(entries[start:])
-                return False
-            self._table.settle(batch, "reclaimed")
-        return self._room.remove(slab)
 
     def commit(self, digest: bytes, items: Sequence[tuple[bytes, Reservation, int]]) -> list[bool]:
         """Publishes chunks that were written: (key, its reservation, mask of valid blocks).
@@ -428,50 +355,16 @@ class Store:
         try:
             with self._changing():
                 for start in range(0, len(items), TRANSACTION):
-                    outcome += self._commit_batch(digest, items[start : start + TRANSACTION])
+                    outcome += self._publisher.publish(digest, items[start : start + TRANSACTION])
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
-            self._failed_commits += len(items) - len(outcome)
+            self._counts.failed_commits += len(items) - len(outcome)
             self._table.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
             outcome += [False] * (len(items) - len(outcome))
         except StoreError:
             self._table.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
             raise
         return outcome
-
-    def _commit_batch(self, digest: bytes, items: Sequence[tuple[bytes, Reservation, int]]) -> list[bool]:
-        layout = self._table.layouts.get(digest)
-        planned: dict[bytes, tuple[Entry, Reservation]] = {}
-        puts: dict[bytes, Put] = {}
-        outcome: list[bool] = []
-        waiting: list[bytes | None] = []  # whose commit an outcome depends on
-        surplus: list[Reservation] = []
-        for key, reservation, mask in items:
-            usable = reservation.state is SlotState.RESERVED and _fits(layout, key, reservation, mask)
-            known = self._table.find(digest, key)
-            there = planned[key][0] if key in planned else known
-            present = usable and there is not None and mask & ~there.mask == 0
-            waiting.append(key if usable and (not present or key in planned) else None)
-            outcome.append(present)
-            if not usable or present:
-                self._duplicates += present
-                surplus += [reservation] if reservation.state is SlotState.RESERVED else []
-                continue
-            if key in planned:
-                surplus.append(planned[key][1])
-            entry = Entry(digest, key, reservation.slab, reservation.slot, reservation.generation, mask)
-            planned[key] = entry, reservation
-            puts[key] = Put(IndexRecord.of(entry), known.generation if known else 0)
-        done = self._change_index(list(puts.values()))
-        for entry, reservation in planned.values():
-            if done:
-                self._replacements += self._table.install(entry, reservation)
-                self._commits += 1
-            else:
-                surplus.append(reservation)
-                self._failed_commits += 1
-        self._table.release(surplus)
-        return [done if key is not None else present for key, present in zip(waiting, outcome, strict=True)]
 
     def release(self, reservations: Iterable[Reservation]) -> None:
         """Gives slots back unwritten, or those in quarantine whose write has returned."""
@@ -498,40 +391,21 @@ class Store:
                 if time.monotonic() >= self._next_reap:
                     self._next_reap = time.monotonic() + REAP_S
                     self._follower.reap()
-                return self._index.recover() and self._forget_doomed()
+                return self._index.recover() and self._ledger.settle()
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
             return False
 
-    def _has_changed(self) -> bool:
+    def has_work(self) -> bool:
         """Whether `maintain` would find something to do. Touches no lock that another process can hold."""
         if not self._change.acquire(blocking=False):
             return False  # whoever has it looks for itself
         try:
             reap = not self._follower.is_alone and time.monotonic() >= self._next_reap
-            mine = self._table.has_doomed or self._table.has_ended or self._index.is_broken
+            mine = self._ledger.has_something_to_say or self._index.is_broken
             return reap or mine or self._index.moved() or root_stamp(self.config.root) != self._stamp
         finally:
             self._change.release()
-
-    def _forget_doomed(self) -> bool:
-        while self._table.has_doomed or self._table.has_ended:
-            if not self._change_index([]):
-                return False
-        return True
-
-    def _change_index(self, puts: Sequence[Put], rows: Sequence[Item] = ()) -> bool:
-        """One transaction: these, what was invalidated since the last one, and leases that have ended."""
-        doomed, ended = self._table.doomed(TRANSACTION), self._table.ended_leases(TRANSACTION)
-        deletes = [IndexRecord.of(entry) for entry in doomed]
-        over = [gone(self._table.lease_row(lease)) for lease in ended]
-        done = self._index.apply(deletes, puts, [*over, *rows])
-        if done:
-            self._table.settle(doomed)
-        else:
-            self._table.keep_doomed(doomed)
-            self._table.keep_ended(ended)
-        return done
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -559,26 +433,8 @@ class Store:
     def stats(self) -> StoreStats:
         """Counters and gauges; takes the table's lock alone."""
         self._check(closed_ok=True)
-        table, room, index, opened = self._table, self._room, self._index, self._opened
-        slab_bytes = room.used_bytes
-        slabs = table.slabs()
-        with table.lock:
-            return StoreStats(
-                capacity_bytes=self.config.capacity_bytes, disk_bytes=slab_bytes + index.data_bytes,
-                live_bytes=table.live_bytes, entries=table.entries, max_entries=index.max_entries,
-                pinned_entries=table.pinned, reserved_slots=table.reserved, quarantined_slots=table.quarantined,
-                free_slots=sum(slab.free_slots for slab in slabs), slabs=len(slabs),
-                slab_bytes=sum(slab.file_bytes for slab in slabs), index_bytes=index.data_bytes,
-                namespaces=len(table.served), weight_epoch=self.weight_epoch, direct=self.direct,
-                mode=opened.mode.why, commits=self._commits, replacements=self._replacements,
-                duplicates=self._duplicates, failed_commits=self._failed_commits,
-                refused_reservations=self._refused, evictions=dict(table.evictions),
-                invalidations=dict(table.invalidations), slabs_created=room.created, slabs_removed=room.removed,
-                slab_errors=room.errors, index_errors=index.errors, index_conflicts=index.conflicts,
-                index_recoveries=index.recoveries, rebuilds=opened.rebuilds, rebuild_reason=opened.rebuild_reason,
-                namespace_errors=self._namespace_errors, processes=max(1, len(self._follower.members)),
-                foreign_slots=table.foreign_slots, busy=self._busy,
-            )  # fmt: skip
+        parts = self._opened, self._table, self._room, self._index, self._follower
+        return gather(self.config, self.weight_epoch, self._counts, *parts)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Writes the index down and gives the root back. Closing twice is fine; in a fork's child it does nothing.
@@ -625,8 +481,8 @@ class Store:
     def _leave(self) -> None:
         """Tells the other processes, or the next one, that this one has nothing here any more."""
         self._follower.catch_up()
-        self._forget_doomed()
-        leases = [gone(self._table.lease_row(lease)) for lease in self._table.leases.values()]
+        self._ledger.settle()
+        leases = [gone(row) for row in self._table.leases.own_rows()]
         self._index.apply([], [], [*leases, gone(self._follower.me)])
         try:
             last = not self._lock.others()
@@ -646,32 +502,6 @@ def _refuse_twice(root: Path) -> None:
     mine = [store for store in _OPEN if store._pid == os.getpid() and not store._gone.is_set()]
     if any(store.config.root.resolve() == root.resolve() for store in mine):
         raise StoreError(f"{root} is open in this process already: engines can share one store")
-
-
-def _keep_house(known: weakref.ref[Store], stop: threading.Event) -> None:
-    """The housekeeper's thread: holds no reference, so that a store that was forgotten can go."""
-    while not stop.wait(REFRESH_S):
-        if (store := known()) is None:
-            return
-        try:
-            if store._has_changed():
-                store.maintain()
-        except StoreError:
-            return  # closed
-        except Exception as exc:  # a defect: whatever it is, other processes must still be heard of
-            reporter.warn("housekeeping", f"housekeeping failed: {exc!r}")
-        del store
-
-
-def _fits(layout: SlotLayout | None, key: bytes, reservation: Reservation, mask: int) -> bool:
-    """Whether a reservation can become this entry."""
-    return (
-        layout is not None
-        and reservation.slab.layout == layout
-        and isinstance(key, bytes)
-        and 1 <= len(key) <= MAX_KEY_BYTES
-        and 0 < mask < 1 << layout.blocks_per_chunk
-    )
 
 
 os.register_at_fork(after_in_child=_after_fork)

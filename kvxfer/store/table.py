@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvxfer.policy import CachePolicy
 from kvxfer.slot import SlotLayout
 from kvxfer.store.entry import Entry, Lease, Reservation, SlotState, pack_chunk
+from kvxfer.store.leases import Leases
 from kvxfer.store.records import IndexRecord, LeaseRow, Row
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
@@ -62,7 +63,7 @@ class Table:
     def __init__(self, generations: Generations, writers: int, policies: Policies) -> None:
         self.lock = threading.Lock()
         self.generations = generations
-        self.epoch = generations.epoch  # names this process in its leases, also when another one is drawn
+        self.leases = Leases(generations.epoch)
         # What lookups see: namespaces registered since the weight epoch began. Written under the lock, read without.
         self.served: dict[bytes, dict[bytes, Entry]] = {}
         self.layouts: dict[bytes, SlotLayout] = {}
@@ -72,11 +73,6 @@ class Table:
         self.evictions = dict.fromkeys(EVICTION_REASONS, 0)
         self.invalidations = dict.fromkeys(INVALIDATION_REASONS, 0)
         self.slabs_by_id: dict[int, SlabFile] = {}
-        self.leases: dict[int, Lease] = {}  # of this process, that the index knows
-        self.foreign: dict[tuple[int, int], LeaseRow] = {}  # of others, by epoch and number
-        self.foreign_slots = 0
-        self._ended: list[Lease] = []  # all settled, but the index still names them
-        self._lease_number = 0
         self._all: dict[bytes, dict[bytes, Entry]] = {}
         self._doomed: list[Entry] = []  # dead, but the index still names them
         self._writers = writers
@@ -244,8 +240,7 @@ class Table:
         """Up to n free slots, in turns from the first `writers` slabs that have some."""
         taken: list[Reservation] = []
         with self.lock:
-            self._lease_number += 1
-            lease = Lease(self._lease_number)
+            lease = self.leases.new()
             slots = self._slot_class(layout)
             available = slots.available
             while available and len(taken) < n:
@@ -256,10 +251,7 @@ class Table:
                 if not slab.free_slots:
                     del available[slots.rotor]
             self.reserved += len(taken)
-            lease.open = len(taken)
-            lease.slots = [(one.slab.slab_id, one.slot, one.generation) for one in taken]
-            if taken:
-                self.leases[lease.number] = lease
+            self.leases.open(lease, taken)
         return taken
 
     def open_slabs(self, layout: SlotLayout) -> int:
@@ -291,10 +283,7 @@ class Table:
             self.quarantined -= 1
         reservation.state = SlotState.SETTLED
         self._let_go(reservation.slab)
-        lease = reservation.lease
-        lease.open -= 1
-        if not lease.open and not lease.void:
-            self._ended.append(lease)
+        self.leases.settle(reservation.lease)
 
     def _free(self, slab: SlabFile, slot: int) -> None:
         # After a lease that became void, or a pin that outlived its entry, the slot may be another process's by now.
@@ -348,28 +337,20 @@ class Table:
 
     def follow_lease(self, row: LeaseRow) -> None:
         """Another process has taken these slots. With the lock."""
-        name = row.epoch, row.number
-        if name in self.foreign:
+        if not self.leases.add_foreign(row):
             return
-        self.foreign[name] = row
-        self.foreign_slots += len(row.slots)
         for slab_id, slot, _ in row.slots:
             if (slab := self.slabs_by_id.get(slab_id)) is not None:
                 # A dead entry that is pinned here still stands in the slot; it is not to free it any more.
                 if (there := slab.entries.pop(slot, None)) is not None and not there.dead:
                     self._forget(there)
-                slab.lessees[slot] = name
+                slab.lessees[slot] = row.epoch, row.number
                 self._mark(slab, slot)
 
     def follow_lease_end(self, epoch: int, number: int) -> None:
         """The index names a lease no more. With the lock."""
-        if epoch == self.epoch:
-            if (lease := self.leases.pop(number, None)) is not None:
-                lease.void = True
+        if (row := self.leases.end(epoch, number)) is None:
             return
-        if (row := self.foreign.pop((epoch, number), None)) is None:
-            return
-        self.foreign_slots -= len(row.slots)
         for slab_id, slot, _ in row.slots:
             slab = self.slabs_by_id.get(slab_id)
             if slab is not None and slab.lessees.get(slot) == (epoch, number):
@@ -385,32 +366,6 @@ class Table:
         self._retire(slab)
         if not slab.held:
             self._idle.append(slab)
-
-    # ---- leases ------------------------------------------------------------------------------------------
-
-    def lease_row(self, lease: Lease) -> LeaseRow:
-        """Its row."""
-        return LeaseRow(self.epoch, lease.number, lease.slots)
-
-    def ended_leases(self, most: int) -> list[Lease]:
-        """Takes up to `most` off the list of those that the index can forget."""
-        with self.lock:
-            taken, self._ended = self._ended[:most], self._ended[most:]
-            for lease in taken:
-                self.leases.pop(lease.number, None)
-            return taken
-
-    def keep_ended(self, leases: list[Lease]) -> None:
-        """Puts them back on it."""
-        with self.lock:
-            for lease in leases:
-                self.leases[lease.number] = lease
-            self._ended = leases + self._ended
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether there are leases for the index to forget."""
-        return bool(self._ended)
 
     # ---- entries come and go -----------------------------------------------------------------------------
 
@@ -475,6 +430,16 @@ class Table:
         with self.lock:
             self._doomed = entries + self._doomed
 
+    def ended_leases(self, most: int) -> list[Lease]:
+        """Leases.take_ended."""
+        with self.lock:
+            return self.leases.take_ended(most)
+
+    def keep_ended(self, leases: list[Lease]) -> None:
+        """Leases.keep_ended."""
+        with self.lock:
+            self.leases.keep_ended(leases)
+
     def settle(self, entries: Iterable[Entry], reason: str | None = None) -> None:
         """The index has forgotten them: their slots are free when their last pin goes."""
         with self.lock:
@@ -515,7 +480,7 @@ class Table:
         """The rows of all living entries, the namespaces that nobody registered included, and of all leases."""
         with self.lock:
             entries = [IndexRecord.of(entry) for entry in self.living()]
-            return [*entries, *map(self.lease_row, self.leases.values()), *self.foreign.values()]
+            return [*entries, *self.leases.rows()]
 
     # ---- closing -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,85 @@
+"""Where slots come from: free ones, else those of a new slab, else those of what is evicted for them."""
+
+from __future__ import annotations
+
+from kvxfer.slot import SlotLayout
+from kvxfer.store.entry import Reservation
+from kvxfer.store.index import TRANSACTION, Index
+from kvxfer.store.ledger import Ledger
+from kvxfer.store.records import IndexRecord, item
+from kvxfer.store.room import Made, SlabRoom
+from kvxfer.store.table import Table
+
+
+class Allocator:
+    """Hands out slots within the capacity. All calls are made with the root's lock."""
+
+    def __init__(self, table: Table, room: SlabRoom, index: Index, ledger: Ledger) -> None:
+        self._table, self._room, self._index, self._ledger = table, room, index, ledger
+
+    def take(self, slot: SlotLayout, n: int) -> list[Reservation]:
+        """Up to n slots, of which other processes know that they are taken."""
+        self._ledger.settle()
+        n = min(n, self._index_room(slot, n))
+        taken: list[Reservation] = []
+        made, reclaim = self._room.widen(slot, n), True
+        while len(taken) < n:
+            if got := self._table.take(slot, min(n - len(taken), TRANSACTION)):
+                if not self._lease(got):
+                    break
+                taken += got
+            elif made is Made.YES:
+                made = self._room.create(slot)
+            elif reclaim and made is not Made.FAILED and self._reclaim_colder(slot):
+                # A disk that is full may be full of others' files, and stay so: one slab is enough of a try.
+                made, reclaim = Made.YES, made is Made.OVER_CAP
+            elif not self._evict(slot, min(n - len(taken), TRANSACTION), "capacity"):
+                break
+        return taken
+
+    def _lease(self, taken: list[Reservation]) -> bool:
+        """Tells other processes that these slots are taken; where that fails they are given back."""
+        if self._ledger.tell([], [item(self._table.leases.row(taken[0].lease))]):
+            return True
+        self._table.release(taken)
+        return False
+
+    def _index_room(self, slot: SlotLayout, n: int) -> int:
+        """How many more entries the index can name, once the coldest ones, of any layout, made way for `n`."""
+        table, most = self._table, self._index.max_entries
+        while (short := self._named() + min(n, most) - most) > 0:
+            layout = table.coldest_layout() or slot
+            if not self._evict(layout, min(short, TRANSACTION), "index"):
+                break
+        return max(0, most - self._named())
+
+    def _named(self) -> int:
+        table = self._table
+        return table.entries + table.reserved + table.leases.foreign_slots
+
+    def _evict(self, slot: SlotLayout, n: int, reason: str) -> bool:
+        victims = self._table.victims(slot, n)
+        if not victims:
+            return False
+        if self._index.apply([IndexRecord.of(victim) for victim in victims], ()):
+            self._table.settle(victims, reason)
+            return True
+        self._table.reinstate(victims)
+        return False
+
+    def _reclaim_colder(self, slot: SlotLayout) -> bool:
+        """Removes the coldest slab of another layout, if this one has nothing that was used less recently."""
+        slab = self._table.coldest_other(slot)
+        own = self._table.next_victim_tick(slot)
+        if slab is None or (own is not None and own <= slab.last_used):
+            return False
+        if (entries := self._table.detach_slab(slab)) is None:
+            return False
+        for start in range(0, len(entries), TRANSACTION):
+            batch = entries[start : start + TRANSACTION]
+            if not self._index.apply([IndexRecord.of(entry) for entry in batch], ()):
+                self._table.attach(slab)
+                self._table.reinstate(entries[start:])
+                return False
+            self._table.settle(batch, "reclaimed")
+        return self._room.remove(slab)

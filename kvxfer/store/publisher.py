@@ -1,0 +1,65 @@
+"""Makes what was written visible: to the index first, and then to lookups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvxfer.slot import MAX_KEY_BYTES, SlotLayout
+from kvxfer.store.entry import Entry, Reservation, SlotState
+from kvxfer.store.ledger import Ledger
+from kvxfer.store.records import IndexRecord, Put
+from kvxfer.store.stats import Counts
+from kvxfer.store.table import Table
+
+
+class Publisher:
+    """Decides what becomes of chunks that were written, by what is under their keys."""
+
+    def __init__(self, table: Table, ledger: Ledger, counts: Counts) -> None:
+        self._table, self._ledger, self._counts = table, ledger, counts
+
+    def publish(self, digest: bytes, items: Sequence[tuple[bytes, Reservation, int]]) -> list[bool]:
+        """One transaction for at most TRANSACTION chunks; which of them can be looked up now. With the root's lock."""
+        layout = self._table.layouts.get(digest)
+        planned: dict[bytes, tuple[Entry, Reservation]] = {}
+        puts: dict[bytes, Put] = {}
+        outcome: list[bool] = []
+        waiting: list[bytes | None] = []  # whose commit an outcome depends on
+        surplus: list[Reservation] = []
+        for key, reservation, mask in items:
+            usable = reservation.state is SlotState.RESERVED and _fits(layout, key, reservation, mask)
+            known = self._table.find(digest, key)
+            there = planned[key][0] if key in planned else known
+            present = usable and there is not None and mask & ~there.mask == 0
+            waiting.append(key if usable and (not present or key in planned) else None)
+            outcome.append(present)
+            if not usable or present:
+                self._counts.duplicates += present
+                surplus += [reservation] if reservation.state is SlotState.RESERVED else []
+                continue
+            if key in planned:
+                surplus.append(planned[key][1])
+            entry = Entry(digest, key, reservation.slab, reservation.slot, reservation.generation, mask)
+            planned[key] = entry, reservation
+            puts[key] = Put(IndexRecord.of(entry), known.generation if known else 0)
+        done = self._ledger.tell(list(puts.values()))
+        for entry, reservation in planned.values():
+            if done:
+                self._counts.replacements += self._table.install(entry, reservation)
+                self._counts.commits += 1
+            else:
+                surplus.append(reservation)
+                self._counts.failed_commits += 1
+        self._table.release(surplus)
+        return [done if key is not None else present for key, present in zip(waiting, outcome, strict=True)]
+
+
+def _fits(layout: SlotLayout | None, key: bytes, reservation: Reservation, mask: int) -> bool:
+    """Whether a reservation can become this entry."""
+    return (
+        layout is not None
+        and reservation.slab.layout == layout
+        and isinstance(key, bytes)
+        and 1 <= len(key) <= MAX_KEY_BYTES
+        and 0 < mask < 1 << layout.blocks_per_chunk
+    )
