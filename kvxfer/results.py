@@ -43,6 +43,7 @@ class PendingJob:
     planned: threading.Event = field(default_factory=threading.Event)  # `native_ids` is complete
     cancelled: threading.Event = field(default_factory=threading.Event)  # what is not handed over yet will not be
     unanswered: int = -1  # keys; counted down by arrive() and fail()
+    moved: int = 0  # chunks that the runner moved for this job, and that count
     _arrived: bytearray = field(default_factory=bytearray)  # [num_keys]
     _nbytes: int = 0
     _errors: list[ChunkError] = field(default_factory=list)
@@ -75,6 +76,7 @@ class PendingJob:
         self._nbytes += outcome.nbytes
         for native in np.flatnonzero(outcome.status == 0).tolist():
             self.arrive(index[native])
+            self.moved += 1
         for error in outcome.errors:
             self._errors.append(replace(error, chunk=index[error.chunk], where=where[error.chunk]))
             self.unanswered -= 1
@@ -82,6 +84,7 @@ class PendingJob:
     def withdraw(self, key: int, status: Status) -> None:
         """Take back a bit that was set."""
         self._arrived[key] = 0
+        self.moved -= 1
         self._errors.append(ChunkError(key, status))
 
     def fail_rest(self, status: Status) -> None:
