@@ -65,7 +65,6 @@ class Breaker:
         self._probing = 0  # chunks under way while half open
         self.opened = 0  # times, since the start
 
-    @property
     def state(self) -> BreakerState:
         """As it is now; becomes half open by itself when the cool-down is over."""
         # Half open, the same again once all probes have been away for the longest cool-down: nobody tells of them.
@@ -80,7 +79,7 @@ class Breaker:
 
     def room(self, chunks: int) -> int:
         """How many of `chunks` chunks would pass now; takes nothing."""
-        state = self.state
+        state = self.state()
         if state is BreakerState.CLOSED:
             return chunks
         return min(chunks, self._probes - self._probing) if state is BreakerState.HALF_OPEN else 0
@@ -116,7 +115,7 @@ class Breaker:
 
     def fail(self, calls: int) -> None:
         """Calls failed that no permit tells about: those that never returned."""
-        if not calls or self.state is BreakerState.OPEN:
+        if not calls or self.state() is BreakerState.OPEN:
             return
         if self._half:
             self._trip()
@@ -139,4 +138,4 @@ class Breaker:
     @property
     def again_in_s(self) -> float:
         """Seconds until probes may pass; 0 where it is not open."""
-        return max(0.0, self._again_at - self._clock()) if self.state is BreakerState.OPEN else 0.0
+        return max(0.0, self._again_at - self._clock()) if self.state() is BreakerState.OPEN else 0.0

@@ -72,7 +72,7 @@ class Intake:
         if not self._enabled:
             return Status.OFF
         with self._lock:
-            return Status.BREAKER if self._breakers[direction].state is BreakerState.OPEN else None
+            return Status.BREAKER if self._breakers[direction].state() is BreakerState.OPEN else None
 
     def room(self, chunks: int) -> int:
         """How many of the first `chunks` chunks a load would be let try."""
@@ -93,7 +93,7 @@ class Intake:
         answered, failed, last = _evidence(outcome)
         with self._lock:
             breaker = self._breakers[direction]
-            was, opened = breaker.state, breaker.opened
+            was, opened = breaker.state(), breaker.opened
             breaker.settle(permit, answered, failed, last)
             self._say(direction, was, opened)
 
@@ -104,7 +104,7 @@ class Intake:
         lost = {STORE: stores, LOAD: stats["lost_calls"] - stores}
         with self._lock:
             for direction, breaker in self._breakers.items():
-                was, opened = breaker.state, breaker.opened
+                was, opened = breaker.state(), breaker.opened
                 breaker.fail(max(0, lost[direction] - self._lost[direction]))
                 self._lost[direction] = max(lost[direction], self._lost[direction])
                 self._say(direction, was, opened)
@@ -112,7 +112,7 @@ class Intake:
     def states(self) -> dict[int, tuple[BreakerState, int]]:
         """By direction the state of the breaker, and how often it has opened."""
         with self._lock:
-            return {direction: (breaker.state, breaker.opened) for direction, breaker in self._breakers.items()}
+            return {direction: (breaker.state(), breaker.opened) for direction, breaker in self._breakers.items()}
 
     def _say(self, direction: int, was: BreakerState, opened: int) -> None:
         breaker, what = self._breakers[direction], DIRECTIONS[direction]
@@ -122,7 +122,7 @@ class Intake:
                 f"the storage keeps failing: {what}s are turned off for {breaker.again_in_s:.1f} s",
                 seconds=breaker.again_in_s,
             )
-        elif was is not BreakerState.CLOSED and breaker.state is BreakerState.CLOSED:
+        elif was is not BreakerState.CLOSED and breaker.state() is BreakerState.CLOSED:
             engine_reporter.warn(f"breaker {what} closed", f"the storage answers again: {what}s are on")
 
 

@@ -35,11 +35,11 @@ def test_it_opens_after_so_many_failures_in_a_row(clock: ManualClock) -> None:
     breaker = breaker_of(clock)
     run(breaker, 0, 2)
     run(breaker, 1, 2, last=0)  # an answer after them starts anew
-    assert breaker.state is BreakerState.CLOSED
+    assert breaker.state() is BreakerState.CLOSED
     run(breaker, 5, 2, last=2)
-    assert breaker.state is BreakerState.CLOSED
+    assert breaker.state() is BreakerState.CLOSED
     run(breaker, 0, 1)
-    assert breaker.state is BreakerState.OPEN and breaker.opened == 1
+    assert breaker.state() is BreakerState.OPEN and breaker.opened == 1
     assert breaker.admit(10).chunks == breaker.room(10) == 0
 
 
@@ -48,20 +48,20 @@ def test_nothing_said_is_no_failure(clock: ManualClock) -> None:
     for _ in range(100):
         breaker.settle(breaker.admit(5), 0, 0, 0)
         breaker.fail(0)
-    assert breaker.state is BreakerState.CLOSED
+    assert breaker.state() is BreakerState.CLOSED
 
 
 def test_it_probes_with_few_and_closes_on_an_answer(clock: ManualClock) -> None:
     breaker = breaker_of(clock)
     run(breaker, 0, 3)
     clock.advance(0.999)
-    assert breaker.state is BreakerState.OPEN and 0 < breaker.again_in_s <= 0.0011
+    assert breaker.state() is BreakerState.OPEN and 0 < breaker.again_in_s <= 0.0011
     clock.advance(0.001)
-    assert breaker.state is BreakerState.HALF_OPEN and breaker.room(10) == 2
+    assert breaker.state() is BreakerState.HALF_OPEN and breaker.room(10) == 2
     probe = breaker.admit(10)
     assert probe.chunks == 2 and breaker.admit(10).chunks == 0
     breaker.settle(probe, 2, 0, 0)
-    assert breaker.state is BreakerState.CLOSED and breaker.admit(10).chunks == 10
+    assert breaker.state() is BreakerState.CLOSED and breaker.admit(10).chunks == 10
 
 
 def test_a_probe_that_fails_doubles_the_cooldown_up_to_its_cap(clock: ManualClock) -> None:
@@ -72,7 +72,7 @@ def test_a_probe_that_fails_doubles_the_cooldown_up_to_its_cap(clock: ManualCloc
         waits.append(breaker.again_in_s)
         clock.advance(waits[-1])
         breaker.settle(breaker.admit(1), 0, 1, 1)
-        assert breaker.state is BreakerState.OPEN
+        assert breaker.state() is BreakerState.OPEN
     assert waits == pytest.approx([1, 2, 4, 8, 8, 8]) and breaker.opened == 7
     clock.advance(8)
     breaker.settle(breaker.admit(1), 1, 0, 0)
@@ -88,7 +88,7 @@ def test_a_probe_that_tells_nothing_lets_another_try(clock: ManualClock) -> None
         probe = breaker.admit(2)
         assert probe.chunks == 2
         breaker.settle(probe, 0, 0, 0)  # its deadline came first, say
-    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.state() is BreakerState.HALF_OPEN
 
 
 def test_probes_that_never_come_back_do_not_block_it_for_ever(clock: ManualClock) -> None:
@@ -100,7 +100,7 @@ def test_probes_that_never_come_back_do_not_block_it_for_ever(clock: ManualClock
     clock.advance(8)
     assert breaker.room(1) == 1
     breaker.settle(lost, 0, 2, 2)
-    assert breaker.state is BreakerState.HALF_OPEN, "it is of another time"
+    assert breaker.state() is BreakerState.HALF_OPEN, "it is of another time"
 
 
 def test_what_was_let_through_before_decides_nothing_later(clock: ManualClock) -> None:
@@ -108,30 +108,30 @@ def test_what_was_let_through_before_decides_nothing_later(clock: ManualClock) -
     early = breaker.admit(5)
     run(breaker, 0, 3)
     breaker.settle(early, 5, 0, 0)
-    assert breaker.state is BreakerState.OPEN
+    assert breaker.state() is BreakerState.OPEN
     clock.advance(1)
     breaker.settle(early, 0, 5, 5)
-    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.state() is BreakerState.HALF_OPEN
     assert breaker.admit(5).chunks == 2
 
 
 def test_calls_that_never_returned_count_without_a_permit(clock: ManualClock) -> None:
     breaker = breaker_of(clock)
     breaker.fail(2)
-    assert breaker.state is BreakerState.CLOSED
+    assert breaker.state() is BreakerState.CLOSED
     breaker.fail(1)
-    assert breaker.state is BreakerState.OPEN
+    assert breaker.state() is BreakerState.OPEN
     clock.advance(1)
-    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.state() is BreakerState.HALF_OPEN
     breaker.fail(1)
-    assert breaker.state is BreakerState.OPEN and breaker.opened == 2
+    assert breaker.state() is BreakerState.OPEN and breaker.opened == 2
 
 
 def test_none_opens_it_where_failures_is_0(clock: ManualClock) -> None:
     breaker = breaker_of(clock, failures=0)
     run(breaker, 0, 10_000)
     breaker.fail(10_000)
-    assert breaker.state is BreakerState.CLOSED
+    assert breaker.state() is BreakerState.CLOSED
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.5, 0.999])
@@ -159,7 +159,7 @@ def test_whatever_happens_it_lets_probes_through_again(steps: list[tuple[str, An
     under_way: list[Permit] = []
     opened = [0]
     for what, argument in steps:
-        state = breaker.state
+        state = breaker.state()
         if what == "admit":
             permit = breaker.admit(argument)
             limit = {BreakerState.CLOSED: argument, BreakerState.HALF_OPEN: 2, BreakerState.OPEN: 0}[state]

@@ -127,7 +127,7 @@ def test_the_table_of_kvxfer() -> None:
     names = [series.name for series in SERIES]
     assert len(set(names)) == len(names) and all(re.fullmatch(r"kvxfer_[a-z_]+", name) for name in names)
     assert all(series.help.endswith(".") for series in SERIES)
-    assert SERIES == (*ENGINE_SERIES, *STORE_SERIES)
+    assert (*ENGINE_SERIES, *STORE_SERIES) == SERIES
     by_name = {series.name: dict(series.labels) for series in SERIES}
     assert by_name["kvxfer_evicted_chunks_total"]["reason"] == EVICTION_REASONS
     assert by_name["kvxfer_invalidated_chunks_total"]["reason"] == INVALIDATION_REASONS

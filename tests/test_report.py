@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ class Lines(logging.Handler):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.records: list[logging.LogRecord] = []
+        self.records: list[Any] = []  # LogRecords, with fields of their own
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [self], False
 

@@ -121,6 +121,22 @@ def test_a_full_disk_stops_stores_and_not_loads(tmp_root: Path) -> None:
         assert (stats.reserved_slots, stats.pinned_entries) == (0, 0)
 
 
+def test_a_store_that_gets_no_slot_is_no_failure_and_no_probe(tmp_root: Path) -> None:
+    clock = ManualClock()
+    with Node(tmp_root, MODEL, capacity_bytes=8 << 20, clock=clock) as node, FaultyIO() as io:
+        io.fail("pwrite", errno.ENOSPC, offset=(4096, 1 << 40))
+        assert {error.errno for error in node.put(ALL).errors} == {errno.ENOSPC}
+        io.__exit__(None, None, None)
+        others = node.store.reserve(node.digest, node.source[0].mapping.slot, 10_000)
+        clock.advance(MINUTES)
+        for _ in range(5):
+            assert set(statuses(node.put(ALL))) == {Status.NO_SPACE, Status.BREAKER}
+            assert state(node.writer, "store") is BreakerState.HALF_OPEN
+        node.store.release(others)
+        assert node.put(ALL).bitmap.count() == 2
+        assert state(node.writer, "store") is BreakerState.CLOSED
+
+
 def test_reads_that_hang_open_it_although_deadlines_come_first(tmp_root: Path) -> None:
     clock = ManualClock()
     with (
