@@ -78,6 +78,8 @@ class Intake:
         """How many of the first `chunks` chunks a load would be let try."""
         if not self._enabled:
             return 0
+        if self._breakers[LOAD].closed:  # without the lock: lookups are many, and a moment's delay does no harm
+            return chunks
         with self._lock:
             return self._breakers[LOAD].room(chunks)
 

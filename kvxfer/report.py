@@ -24,6 +24,7 @@ class _Kind:
     """What there is to know of one kind of warning."""
 
     since: float  # when a line was written last
+    level: int
     calls: int = 0  # kept back since then
     count: int = 0  # errors that these stood for
     message: str = ""  # of the last of them, for flush
@@ -50,6 +51,7 @@ class Reporter:
         path: str | None = None,
         count: int = 1,
         exc_info: BaseException | None = None,
+        level: int = logging.WARNING,
         **fields: Any,
     ) -> None:
         """Logs `message`, or counts it.
@@ -58,6 +60,7 @@ class Reporter:
             kind: of few: what is kept back is counted under it.
             errno, path: of the error, if it has them.
             count: errors that this one stands for.
+            level: of the record; one for a kind.
             exc_info: an exception whose trace belongs to it: a defect.
             fields: further attributes of the record, such as job=3.
         """
@@ -69,11 +72,11 @@ class Reporter:
                 known.count += count
                 known.message, known.errno, known.path = message, errno, path
                 return
-            self._kinds[kind] = _Kind(now)
+            self._kinds[kind] = _Kind(now, level)
             if len(self._kinds) > _MOST_KINDS:
                 self._forget(now)
         calls, before = (known.calls, known.count) if known is not None else (0, 0)
-        self._write(kind, message, calls, count + before, errno, path, exc_info, fields)
+        self._write(kind, level, message, calls, count + before, errno, path, exc_info, fields)
 
     def flush(self, everything: bool = False) -> None:
         """Says what was kept back of kinds whose INTERVAL_S has passed, or of all: so that the last errors show, too.
@@ -87,9 +90,9 @@ class Reporter:
                 if known.calls and (everything or now - known.since >= INTERVAL_S):
                     due.append((kind, known))
             for kind, _ in due:
-                self._kinds[kind] = _Kind(now)
+                self._kinds[kind] = _Kind(now, known.level)
         for kind, known in due:
-            self._write(kind, known.message, known.calls, known.count, known.errno, known.path, None, {})
+            self._write(kind, known.level, known.message, known.calls, known.count, known.errno, known.path, None, {})
 
     def _forget(self, now: float) -> None:
         """Kinds that have nothing to say, oldest first; called with the lock held."""
@@ -100,6 +103,7 @@ class Reporter:
     def _write(
         self,
         kind: str,
+        level: int,
         message: str,
         kept_back: int,
         count: int,
@@ -110,7 +114,7 @@ class Reporter:
     ) -> None:
         more = f" ({kept_back} more like this before)" if kept_back else ""
         extra = {"event": kind, "errno": errno, "path": path, "count": count, "kept_back": kept_back} | fields
-        self._logger.warning("%s%s", message, more, exc_info=exc_info, extra=extra)
+        self._logger.log(level, "%s%s", message, more, exc_info=exc_info, extra=extra)
 
 
 reporter = Reporter("kvxfer.store")

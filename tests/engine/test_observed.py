@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import random
 import threading
 import time
@@ -232,6 +233,25 @@ def test_a_flood_of_errors_is_few_lines_with_the_right_total(tmp_root: Path, mon
         assert (record.event, record.errno) == ("load io EIO", errno.EIO)
         assert record.path.startswith("slab") and "[Errno 5]" in record.getMessage()
     assert first.root == str(tmp_root) and first.job == 2 and last.kept_back == 24
+
+
+def test_damage_is_told_apart_from_a_failing_disk(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Lines("kvxfer.test.damage")
+    logging.getLogger("kvxfer.test.damage").setLevel(logging.INFO)
+    monkeypatch.setattr("kvxfer.observe.engine_reporter", Reporter("kvxfer.test.damage", ManualClock()))
+    with Node(tmp_root, MODEL) as node, FaultyIO() as io:
+        node.put(ALL)
+        node.flip(3, 100)
+        node.flip(9, 100)
+        assert node.get(ALL).bitmap.count() == 38
+        io.fail("pread", errno.ESTALE, times=1)
+        assert node.get(ALL).bitmap.count() == 37
+        assert outcomes(node.reader, "load") == {"hit": 75, "bad_sum": 2, "io": 1, "miss": 2}
+        assert node.reader.metrics().value("kvxfer_invalidated_chunks_total", reason="bad_sum") == 2
+    assert [(record.event, record.levelno, record.errno, record.count) for record in lines.records] == [
+        ("load bad_sum", logging.INFO, None, 2),
+        ("load io ESTALE", logging.WARNING, errno.ESTALE, 1),
+    ]
 
 
 def test_the_switch_in_the_middle_of_jobs(tmp_root: Path) -> None:
