@@ -210,21 +210,28 @@ class EngineConfig:
         return cls(**raw)
 
 
+def staging_buffer(slot: SlotLayout) -> int:
+    """Most bytes of the buffer that each I/O thread has: a slot, in whole huge pages."""
+    return round_up(slot.slot_bytes, STAGING_UNIT)
+
+
 def staging_plan(config: EngineConfig, slot: SlotLayout) -> tuple[int, int]:
     """How many threads an engine for such slots gets, and the most bytes that their buffers take together.
 
-    Each thread has one buffer of at most a slot, in whole huge pages; so has each of the `max_lost_threads` that may be
-    stuck in calls while others have their places. Fewer threads than io_threads where staging_bytes holds no more.
+    A thread that is stuck in a call keeps its buffer while another has its place. Where staging_bytes does not hold
+    io_threads and max_lost_threads buffers there are fewer threads, but at least half of the buffers are theirs; what
+    is left is how many stuck ones are replaced.
 
     Raises:
-        ConfigError: it does not hold one thread beside those that may be stuck.
+        ConfigError: it does not hold one buffer.
     """
-    buffer = round_up(slot.slot_bytes, STAGING_UNIT)
-    threads = min(config.io_threads, config.staging_bytes // buffer - config.max_lost_threads)
-    if threads < 1:
+    buffer = staging_buffer(slot)
+    buffers = config.staging_bytes // buffer
+    if not buffers:
         raise ConfigError(
-            f"staging_bytes={config.staging_bytes} holds no I/O thread: a thread's buffer takes {buffer} bytes (a slot "
-            f"is {slot.slot_bytes}), and max_lost_threads={config.max_lost_threads} may each keep one more; give "
-            f"staging_bytes at least {(1 + config.max_lost_threads) * buffer}, or lower max_lost_threads"
+            f"staging_bytes={config.staging_bytes} holds no I/O thread: its buffer takes {buffer} bytes (a slot is "
+            f"{slot.slot_bytes}); give at least {2 * buffer}, so that one that is stuck can be replaced, or make "
+            "chunks of fewer blocks"
         )
-    return threads, (threads + config.max_lost_threads) * buffer
+    threads = min(config.io_threads, max(buffers - config.max_lost_threads, -(-buffers // 2)))
+    return threads, min(threads + config.max_lost_threads, buffers) * buffer

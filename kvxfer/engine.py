@@ -20,7 +20,7 @@ from types import TracebackType
 from numpy.typing import ArrayLike
 
 from kvxfer.breaker import Permit
-from kvxfer.config import EngineConfig, staging_plan
+from kvxfer.config import EngineConfig, staging_buffer, staging_plan
 from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages
 from kvxfer.errors import ConfigError, EngineClosed, LayoutError, StoreError
@@ -57,7 +57,7 @@ class TransferEngine:
 
     Raises:
         LayoutError: the ranks' mappings are of different slots.
-        ConfigError: staging_bytes holds no thread for such slots, or KVXFER_DISABLE is neither 0 nor 1.
+        ConfigError: staging_bytes holds no buffer for such a slot, or KVXFER_DISABLE is neither 0 nor 1.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class TransferEngine:
         self._runner = JobRunner(
             threads=io_threads,
             io_timeout_s=self.config.io_timeout_s,
-            max_lost_threads=self.config.max_lost_threads,
+            max_lost_threads=self._staging_limit // staging_buffer(slot) - io_threads,
             read_piece_bytes=self.config.read_piece_bytes,
         )
         native_ids = itertools.count(1)
