@@ -22,14 +22,14 @@ from numpy.typing import ArrayLike
 from kvxfer.breaker import Permit
 from kvxfer.config import EngineConfig, staging_buffer, staging_plan
 from kvxfer.convert.native import mapping_handle
-from kvxfer.convert.pages import KVPages
-from kvxfer.errors import ConfigError, EngineClosed, LayoutError, StoreError
+from kvxfer.convert.pages import KVPages, slot_of
+from kvxfer.errors import EngineClosed, LayoutError, StoreError
 from kvxfer.intake import Intake
-from kvxfer.jobs import LOAD, STORE, JobOutcome, JobRunner, Status, check_process, nanoseconds
+from kvxfer.jobs import LOAD, STORE, JobOutcome, JobRunner, Status, check_process
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
 from kvxfer.report import engine_reporter, reporter
-from kvxfer.results import PendingJob, TransferResult, block_table, refuse_repeated
+from kvxfer.results import PendingJob, TransferResult, block_table, deadline_ns, refuse_repeated
 from kvxfer.store import Entry, Store
 from kvxfer.writer import StoreWriter
 
@@ -70,24 +70,9 @@ class TransferEngine:
         live: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not pages:
-            raise LayoutError("an engine needs the pages of at least one rank")
-        slots = {p.mapping.slot for p in pages}
-        if len(slots) != 1:
-            raise LayoutError(f"the ranks' mappings are of {len(slots)} slot layouts, want one: {slots}")
+        slot = slot_of(namespace, pages)
         self.config = config or EngineConfig()
         self._store, self._root = store, str(store.config.root)
-        slot = pages[0].mapping.slot
-        if namespace.blocks_per_chunk != slot.blocks_per_chunk:
-            raise LayoutError(
-                f"the namespace has blocks_per_chunk={namespace.blocks_per_chunk}, the mappings {slot.blocks_per_chunk}"
-            )
-        for p in pages:
-            if p.mapping.topology is not None and p.mapping.topology != namespace.topology:
-                raise LayoutError(
-                    f"the bytes depend on the mappings' topology {p.mapping.topology!r}; the namespace has "
-                    f"topology={namespace.topology!r}"
-                )
         io_threads, self._staging_limit = staging_plan(self.config, slot)
         if io_threads < self.config.io_threads:
             engine_reporter.warn(
@@ -110,11 +95,10 @@ class TransferEngine:
             max_lost_threads=self._staging_limit // staging_buffer(slot) - io_threads,
             read_piece_bytes=self.config.read_piece_bytes,
         )
-        native_ids = itertools.count(1)
-        self._native_ids = native_ids
+        self._native_ids = itertools.count(1)
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
         self._writer = StoreWriter(
-            store, self.digest, slot, self._runner, self._handles, native_ids, self._intake, self._publish
+            store, self.digest, slot, self._runner, self._handles, self._native_ids, self._intake, self._publish
         )
         # Guards what follows; never held across a call that can block. Reentrant, so that only its owner can release
         # it: an exception from a signal can leave a wait without the lock that it should have taken again.
@@ -195,14 +179,14 @@ class TransferEngine:
             LayoutError: ids out of range, repeated or of another shape.
             EngineClosed, ForkError
         """
-        deadline_ns = self._deadline_ns(deadline, recompute_tokens_per_s, len(keys))
+        closes_ns = deadline_ns(deadline, recompute_tokens_per_s, len(keys) * self._tokens_per_chunk)
         job = self._accept(job_id, keys, block_ids, LOAD)
         if job is None:
             return
         entries: list[Entry | None] = []
         try:
             entries = self._store.pin(self.digest, job.keys)
-            self._start_load(job, entries, deadline_ns)
+            self._start_load(job, entries, closes_ns)
         except (
             Exception
         ) as exc:  # a store that was closed, a runner that was shut down, no memory: the job was accepted
@@ -391,16 +375,7 @@ class TransferEngine:
             return None
         return job
 
-    def _deadline_ns(self, deadline: float | None, tokens_per_s: float | None, num_keys: int) -> int:
-        """For csrc: 0 is none."""
-        if tokens_per_s is not None:
-            if not tokens_per_s > 0:
-                raise ConfigError(f"recompute_tokens_per_s={tokens_per_s} must be positive")
-            worth = time.monotonic() + num_keys * self._tokens_per_chunk / tokens_per_s
-            deadline = worth if deadline is None else min(deadline, worth)
-        return 0 if deadline is None else max(1, nanoseconds(deadline))
-
-    def _start_load(self, job: PendingJob, entries: list[Entry | None], deadline_ns: int) -> None:
+    def _start_load(self, job: PendingJob, entries: list[Entry | None], closes_ns: int) -> None:
         """Hand what is there of a load to the runner; `entries` are pinned, one a key."""
         found = [entry for entry in entries if entry is not None]
         index = [i for i, entry in enumerate(entries) if entry is not None]
@@ -420,7 +395,7 @@ class TransferEngine:
             self._loads[native] = (job, index, found, permit)
         records = b"".join([entry.record for entry in found[: permit.chunks]])
         ids = job.block_ids if len(index) == len(entries) else job.block_ids[index]
-        self._runner.submit(native, LOAD, self._handles, records, ids, self.digest, deadline_ns=deadline_ns)
+        self._runner.submit(native, LOAD, self._handles, records, ids, self.digest, deadline_ns=closes_ns)
 
     def _publish(self, job: PendingJob) -> None:
         result = job.result()

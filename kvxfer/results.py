@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.bitmap import CompletionBitmap
-from kvxfer.errors import LayoutError
-from kvxfer.jobs import ChunkError, JobOutcome, Status
+from kvxfer.errors import ConfigError, LayoutError
+from kvxfer.jobs import ChunkError, JobOutcome, Status, nanoseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +127,17 @@ def refuse_repeated(block_ids: NDArray[np.int64]) -> None:
     present = np.sort(block_ids[block_ids >= 0])
     if len(twice := present[1:][present[1:] == present[:-1]]):
         raise LayoutError(f"block {twice[0]} is named twice: which bytes it ends with would be left to chance")
+
+
+def deadline_ns(deadline: float | None, tokens_per_s: float | None, num_tokens: int) -> int:
+    """When a load's gate closes, for csrc: the earlier of `deadline` (time.monotonic()) and what recomputing would take.
+
+    Raises:
+        ConfigError: a rate that is not positive, or a deadline that is no number.
+    """
+    if tokens_per_s is not None:
+        if not tokens_per_s > 0:
+            raise ConfigError(f"recompute_tokens_per_s={tokens_per_s} must be positive")
+        worth = time.monotonic() + num_tokens / tokens_per_s
+        deadline = worth if deadline is None else min(deadline, worth)
+    return 0 if deadline is None else max(1, nanoseconds(deadline))
