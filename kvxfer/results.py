@@ -130,7 +130,7 @@ def refuse_repeated(block_ids: NDArray[np.int64]) -> None:
 
 
 def deadline_ns(deadline: float | None, tokens_per_s: float | None, num_tokens: int) -> int:
-    """When a load's gate closes, for csrc: at `deadline` (time.monotonic()), or sooner where recomputing is done sooner.
+    """When a load's gate closes, for csrc: at `deadline` (time.monotonic()), or where recomputing is done sooner, then.
 
     Raises:
         ConfigError: a rate that is not positive, or a deadline that is no number.
