@@ -26,17 +26,24 @@ class Backend {
   virtual int64_t write(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved) = 0;
 };
 
-// A thread's private buffer: page aligned, grown to the largest job's need, never shared.
+// What all buffers of an engine take.
+struct StagingUse {
+  std::atomic<uint64_t> bytes{0}, peak{0};
+};
+
+// A thread's private buffer: page aligned, as large as the largest job's need so far, never shared.
 class Staging {
  public:
-  Staging() = default;
-  ~Staging();
+  explicit Staging(StagingUse &use) : use_(use) {}
+  ~Staging() { release(); }
   Staging(const Staging &) = delete;
   Staging &operator=(const Staging &) = delete;
-  uint8_t *need(uint64_t bytes);  // nullptr where there is no memory
+  uint8_t *need(uint64_t bytes);  // nullptr where there is no memory; what it held is gone where it grows
+  void release();
   uint64_t size() const { return size_; }
 
  private:
+  StagingUse &use_;
   uint8_t *base_ = nullptr;
   std::atomic<uint64_t> size_{0};  // read by stats()
 };
@@ -44,12 +51,14 @@ class Staging {
 struct Counters {
   std::atomic<uint64_t> chunks_stored{0}, chunks_loaded{0}, bytes_written{0}, bytes_read{0},
       chunks_verified{0}, segments_verified{0}, truncated{0}, bad_trailer{0}, foreign{0}, bad_sum{0},
-      absent{0}, io_errors{0}, deadline_cuts{0}, lost_calls{0}, late_returns{0};
+      absent{0}, io_errors{0}, deadline_cuts{0}, lost_calls{0}, late_returns{0}, lost_writes{0}, read_ns{0},
+      write_ns{0};
 };
 
 class Core;
 
 struct Worker {
+  explicit Worker(StagingUse &use) : staging(use) {}
   std::thread thread;
   Staging staging;
   std::atomic<uint64_t> call_started{0};  // of the read or write under way; 0: none
@@ -79,6 +88,7 @@ class Core : public std::enable_shared_from_this<Core> {
   // For the trips.
   std::mutex mutex;
   Counters counters;
+  StagingUse staging_use;  // before the workers, whose buffers count in it
   Backend &backend() { return *backend_; }
   uint64_t read_piece_bytes() const { return config_.read_piece_bytes; }
   bool enter_gate(Job &job, uint32_t chunk);

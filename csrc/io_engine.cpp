@@ -38,18 +38,24 @@ class PosixBackend final : public Backend {
 
 }  // namespace
 
-Staging::~Staging() {
+void Staging::release() {
   if (base_) unmap(base_, size_);
+  use_.bytes -= size_;
+  base_ = nullptr;
+  size_ = 0;
 }
 
 uint8_t *Staging::need(uint64_t bytes) {
   if (bytes <= size_) return base_;
   const uint64_t size = (bytes + kHuge - 1) / kHuge * kHuge;
   void *fresh = nullptr;
+  release();  // first, so that the two are never there at once
   if (calls(KVX_OP_MMAP).mmap(size, &fresh) < 0) return nullptr;
-  if (base_) unmap(base_, size_);
   base_ = static_cast<uint8_t *>(fresh);
   size_ = size;
+  const uint64_t now = use_.bytes += size;
+  for (uint64_t peak = use_.peak; peak < now && !use_.peak.compare_exchange_weak(peak, now);) {
+  }
   return base_;
 }
 
@@ -62,7 +68,7 @@ void Core::start() {
 }
 
 void Core::spawn() {
-  Worker &worker = workers_.emplace_back();
+  Worker &worker = workers_.emplace_back(staging_use);
   try {
     worker.thread = std::thread([self = shared_from_this(), &worker] { self->run_worker(&worker); });
   } catch (...) {
@@ -119,7 +125,12 @@ void Core::run_worker(Worker *worker) {
       if (config_.io_timeout_ns && !watching_) monitor_wake_.notify_one();
     }
     const Outcome outcome = run_chunk(*worker, *worker->job, worker->chunk);
-    std::lock_guard<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mutex);
+    if (worker->lost) {  // once it is no longer counted as lost, its buffer must not be there either
+      lock.unlock();
+      worker->staging.release();
+      lock.lock();
+    }
     stay = finish(worker, outcome);
     dead.swap(buried_);  // declared before the lock, so destroyed after it
   }
@@ -276,6 +287,7 @@ void Core::mark_lost(Worker *worker) {
   storing_ -= worker->job->direction == KVX_STORE;
   ++counters.lost_calls;
   const bool store = worker->job->direction == KVX_STORE;
+  counters.lost_writes += store;
   const bool slot_at_risk = store && worker->job->writing(worker->chunk);
   worker->job->settle(worker->chunk,
                       Outcome{slot_at_risk || !store ? uint8_t{KVX_LOST} : uint8_t{KVX_CANCELLED}});
@@ -463,10 +475,16 @@ void Core::stats(kvx_stats *out) {
           c.deadline_cuts,
           c.lost_calls,
           c.late_returns,
+          c.lost_writes,
+          c.read_ns,
+          c.write_ns,
+          staging_use.peak,
           0,
           busy_,
+          in_service_,
           lost_,
-          0};
+          0,
+          staging_use.bytes};
   for (const auto &queue : queue_)
     for (const auto &job : queue) out->queued_chunks += job->closed() ? 0 : job->untaken();
   for (const Worker &worker : workers_) out->leaked_bytes += worker.lost ? worker.staging.size() : 0;

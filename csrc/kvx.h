@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define KVX_ABI_VERSION 1
+#define KVX_ABI_VERSION 2
 #define KVX_API __attribute__((visibility("default")))
 
 KVX_API uint32_t kvx_abi_version(void);
@@ -325,7 +325,7 @@ KVX_API int kvx_engine_cancel(kvx_engine *engine, uint64_t job_id);
 KVX_API int kvx_engine_shutdown(kvx_engine *engine, uint64_t timeout_ns);
 KVX_API void kvx_engine_free(kvx_engine *engine); /* after shutdown */
 
-/* Monotonic counters, except the last four, which are gauges. */
+/* Monotonic counters, except those marked as gauges. */
 typedef struct kvx_stats {
   uint64_t chunks_stored, chunks_loaded;
   uint64_t bytes_written, bytes_read; /* moved by pwrite and pread, trailers and padding included */
@@ -336,10 +336,15 @@ typedef struct kvx_stats {
   uint64_t io_errors;
   uint64_t deadline_cuts; /* chunks */
   uint64_t lost_calls, late_returns;
-  uint64_t queued_chunks; /* gauge */
-  uint64_t busy_threads;  /* gauge */
-  uint64_t lost_threads;  /* gauge: calls that have not returned */
-  uint64_t leaked_bytes;  /* gauge: staging under them */
+  uint64_t lost_writes;        /* those of lost_calls that were a store's */
+  uint64_t read_ns, write_ns;  /* spent in reads and writes that have returned, over all threads */
+  uint64_t staging_peak_bytes; /* most that staging_bytes has been */
+  uint64_t queued_chunks;      /* gauge */
+  uint64_t busy_threads;       /* gauge */
+  uint64_t threads;            /* gauge: in service, that is, not lost */
+  uint64_t lost_threads;       /* gauge: calls that have not returned */
+  uint64_t leaked_bytes;       /* gauge: staging under them */
+  uint64_t staging_bytes;      /* gauge: all staging, that included */
 } kvx_stats;
 KVX_API void kvx_engine_stats(kvx_engine *engine, kvx_stats *out);
 

@@ -26,18 +26,23 @@ class Inside {
   const bool open_;
 };
 
-// Marks the thread as being in a call, for the monitor.
+// Marks the thread as being in a call, for the monitor, and adds up the time spent there.
 class InCall {
  public:
-  explicit InCall(Worker &worker) : worker_(worker) {
-    worker_.call_started.store(now_ns(), std::memory_order_release);
+  InCall(Worker &worker, std::atomic<uint64_t> &spent) : worker_(worker), spent_(spent), started_(now_ns()) {
+    worker_.call_started.store(started_, std::memory_order_release);
   }
-  ~InCall() { worker_.call_started.store(0, std::memory_order_release); }
+  ~InCall() {
+    worker_.call_started.store(0, std::memory_order_release);
+    spent_ += now_ns() - started_;
+  }
   InCall(const InCall &) = delete;
   InCall &operator=(const InCall &) = delete;
 
  private:
   Worker &worker_;
+  std::atomic<uint64_t> &spent_;
+  const uint64_t started_;
 };
 
 Identity identity_of(const Job &job, uint32_t chunk) {
@@ -85,7 +90,7 @@ class Load {
     uint64_t moved = 0;
     int64_t answer;
     {
-      InCall call(worker_);
+      InCall call(worker_, core_.counters.read_ns);
       answer = core_.backend().read(job_.file(chunk_), at(piece.staging_offset), piece.bytes, offset, &moved);
     }
     core_.counters.bytes_read += moved;
@@ -214,7 +219,7 @@ Outcome run_store(Core &core, Worker &worker, Job &job, uint32_t chunk) {
     uint64_t moved = 0;
     int64_t answer;
     {
-      InCall call(worker);
+      InCall call(worker, core.counters.write_ns);
       answer = core.backend().write(job.file(chunk), staging + extent.staging_offset, extent.bytes, offset,
                                     &moved);
     }

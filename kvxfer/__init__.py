@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvxfer.bitmap import CompletionBitmap
-    from kvxfer.config import EngineConfig, StoreConfig
+    from kvxfer.config import EngineConfig, StoreConfig, staging_plan
     from kvxfer.convert.pages import KVPages
     from kvxfer.convert.rows import gather_rows, scatter_rows
     from kvxfer.engine import TransferEngine, TransferResult
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvxfer.jobs import ChunkError, Status
     from kvxfer.keys import Namespace, kvx1_namespace, make_offload_key, weights_fingerprint
     from kvxfer.layout import LAYOUTS, PageLayout, kvx1_mapping, kvx1_slot, row_mapping
+    from kvxfer.observe import Metrics, render_metrics
     from kvxfer.opaque import opaque_mapping, opaque_namespace
     from kvxfer.prefix import (
         GroupHits,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 # Where each public name lives.
 _HOMES = {
     "kvxfer.bitmap": ("CompletionBitmap",),
-    "kvxfer.config": ("EngineConfig", "StoreConfig"),
+    "kvxfer.config": ("EngineConfig", "StoreConfig", "staging_plan"),
     "kvxfer.convert.pages": ("KVPages",),
     "kvxfer.engine": ("TransferEngine", "TransferResult"),
     "kvxfer.errors": (
@@ -60,6 +61,7 @@ _HOMES = {
     "kvxfer.jobs": ("ChunkError", "Status"),
     "kvxfer.keys": ("Namespace", "kvx1_namespace", "make_offload_key", "weights_fingerprint"),
     "kvxfer.layout": ("LAYOUTS", "PageLayout", "kvx1_mapping", "kvx1_slot", "row_mapping"),
+    "kvxfer.observe": ("Metrics", "render_metrics"),
     "kvxfer.opaque": ("opaque_mapping", "opaque_namespace"),
     "kvxfer.prefix": (
         "GroupHits", "PrefixResult", "full_attention", "on_all_ranks", "sliding_window", "state_space", "usable_prefix",
@@ -87,6 +89,7 @@ __all__ = [
     "LAYOUTS",
     "LayoutError",
     "MODELS",
+    "Metrics",
     "Namespace",
     "NativeError",
     "PRESETS",
@@ -113,10 +116,12 @@ __all__ = [
     "on_all_ranks",
     "opaque_mapping",
     "opaque_namespace",
+    "render_metrics",
     "row_mapping",
     "row_pages",
     "scatter_rows",
     "sliding_window",
+    "staging_plan",
     "state_space",
     "usable_prefix",
     "vllm_v1_mapping",

@@ -14,7 +14,7 @@ from typing import Any
 from kvxfer.errors import NativeError
 from kvxfer.slot import SlotLayout
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 UINT64_MAX = 2**64 - 1
 
 OPS = (
@@ -136,8 +136,9 @@ class Stats(C.Structure):
         for name in (
             "chunks_stored", "chunks_loaded", "bytes_written", "bytes_read", "chunks_verified",
             "segments_verified", "truncated", "bad_trailer", "foreign", "bad_sum", "absent", "io_errors",
-            "deadline_cuts", "lost_calls", "late_returns", "queued_chunks", "busy_threads", "lost_threads",
-            "leaked_bytes",
+            "deadline_cuts", "lost_calls", "late_returns", "lost_writes", "read_ns", "write_ns",
+            "staging_peak_bytes", "queued_chunks", "busy_threads", "threads", "lost_threads", "leaked_bytes",
+            "staging_bytes",
         )
     ]  # fmt: skip
 

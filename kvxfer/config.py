@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvxfer.errors import ConfigError
-from kvxfer.slot import ALIGNMENT, round_up
+from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
 
 IO_BACKENDS = ("auto", "posix")
 DIRECT_MODES = ("auto", "on", "off")
 
+STAGING_UNIT = 2 << 20  # bytes: staging is made in huge pages (kHuge in csrc/io_engine.cpp)
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 # What a store may own beside slabs and index: its small files, and those of its namespaces.
 _SMALL_MIN, _SMALL_MAX = 128 * _KIB, 2 * _MIB
@@ -170,17 +171,33 @@ class EngineConfig:
     max_queued_load_chunks: int = 65536  # further loads are misses
     read_piece_bytes: int = 1 << 20  # a read; large enough for a drive, small enough for a cache while it is summed
     shutdown_timeout_s: float = 5.0
+    staging_bytes: int = 1 << 30  # most that its threads' buffers may take, those of given-up threads included
+    breaker_failures: int = 8  # storage calls in a row that fail until loads (or stores) are turned off; 0: never
+    breaker_cooldown_s: float = 1.0  # until they are tried again; doubles each time that fails
+    breaker_max_cooldown_s: float = 60.0  # and is never longer than this
+    breaker_probe_chunks: int = 2  # chunks that may try at once
 
     def __post_init__(self) -> None:
         _check_integers(self, 1, "io_threads", "max_queued_store_chunks", "max_queued_load_chunks")
-        _check_integers(self, 0, "max_lost_threads")
-        _check_integers(self, ALIGNMENT, "read_piece_bytes")
+        _check_integers(self, 0, "max_lost_threads", "breaker_failures")
+        _check_integers(self, 1, "breaker_probe_chunks")
+        _check_integers(self, ALIGNMENT, "read_piece_bytes", "staging_bytes")
         if self.io_threads > 1024:
             raise ConfigError(f"io_threads={self.io_threads} must be 1..1024")
-        for name, least in (("io_timeout_s", 0.001), ("shutdown_timeout_s", 0.0)):
+        for name, least in (
+            ("io_timeout_s", 0.001),
+            ("shutdown_timeout_s", 0.0),
+            ("breaker_cooldown_s", 0.001),
+            ("breaker_max_cooldown_s", 0.001),
+        ):
             value = getattr(self, name)
             if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= 86400:
                 raise ConfigError(f"{name}={value!r} must be a number of seconds in {least}..86400")
+        if self.breaker_max_cooldown_s < self.breaker_cooldown_s:
+            raise ConfigError(
+                f"breaker_max_cooldown_s={self.breaker_max_cooldown_s} must not be less than "
+                f"breaker_cooldown_s={self.breaker_cooldown_s}"
+            )
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
@@ -191,3 +208,30 @@ class EngineConfig:
         """
         _check_keys(cls, "engine", raw)
         return cls(**raw)
+
+
+def staging_buffer(slot: SlotLayout) -> int:
+    """Most bytes of the buffer that each I/O thread has: a slot, in whole huge pages."""
+    return round_up(slot.slot_bytes, STAGING_UNIT)
+
+
+def staging_plan(config: EngineConfig, slot: SlotLayout) -> tuple[int, int]:
+    """How many threads an engine for such slots gets, and the most bytes that their buffers take together.
+
+    A thread that is stuck in a call keeps its buffer while another has its place. Where staging_bytes does not hold
+    io_threads and max_lost_threads buffers there are fewer threads, but at least half of the buffers are theirs; what
+    is left is how many stuck ones are replaced.
+
+    Raises:
+        ConfigError: it does not hold one buffer.
+    """
+    buffer = staging_buffer(slot)
+    buffers = config.staging_bytes // buffer
+    if not buffers:
+        raise ConfigError(
+            f"staging_bytes={config.staging_bytes} holds no I/O thread: its buffer takes {buffer} bytes (a slot is "
+            f"{slot.slot_bytes}); give at least {2 * buffer}, so that one that is stuck can be replaced, or make "
+            "chunks of fewer blocks"
+        )
+    threads = min(config.io_threads, max(buffers - config.max_lost_threads, -(-buffers // 2)))
+    return threads, min(threads + config.max_lost_threads, buffers) * buffer

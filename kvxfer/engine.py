@@ -9,30 +9,32 @@ ends in exactly one TransferResult.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 
 from numpy.typing import ArrayLike
 
-from kvxfer.config import EngineConfig
+from kvxfer.breaker import Permit
+from kvxfer.config import EngineConfig, staging_buffer, staging_plan
 from kvxfer.convert.native import mapping_handle
-from kvxfer.convert.pages import KVPages
-from kvxfer.errors import ConfigError, EngineClosed, LayoutError, StoreError
-from kvxfer.jobs import LOAD, STORE, JobOutcome, JobRunner, Status, check_process, nanoseconds
+from kvxfer.convert.pages import KVPages, slot_of
+from kvxfer.errors import EngineClosed, LayoutError, StoreError
+from kvxfer.intake import Intake
+from kvxfer.jobs import LOAD, STORE, JobOutcome, JobRunner, Status, check_process
 from kvxfer.keys import Namespace, check_key
-from kvxfer.results import PendingJob, TransferResult, block_table, refuse_repeated
+from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
+from kvxfer.report import engine_reporter, reporter
+from kvxfer.results import PendingJob, TransferResult, block_table, deadline_ns, refuse_repeated
 from kvxfer.store import Entry, Store
 from kvxfer.writer import StoreWriter
 
 __all__ = ["TransferEngine", "TransferResult"]
 
-log = logging.getLogger(__name__)
 WATCH_S = 0.1  # how long a thread sleeps at most when nothing wakes it
 
 
@@ -47,11 +49,15 @@ class TransferEngine:
         live: True where others may read the pages during a load (GPU blocks): they are then written only after the
             whole chunk was verified. False for memory that a result makes live (host rows): it is filled while it is
             checked.
+        clock: seconds, for the circuit breaker alone; tests give one of their own.
+
+    It starts turned off where the environment says KVXFER_DISABLE=1.
 
     Thread-safe. Use it as a context manager, or call `shutdown`.
 
     Raises:
         LayoutError: the ranks' mappings are of different slots.
+        ConfigError: staging_bytes holds no buffer for such a slot, or KVXFER_DISABLE is neither 0 nor 1.
     """
 
     def __init__(
@@ -62,25 +68,18 @@ class TransferEngine:
         *,
         config: EngineConfig | None = None,
         live: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not pages:
-            raise LayoutError("an engine needs the pages of at least one rank")
-        slots = {p.mapping.slot for p in pages}
-        if len(slots) != 1:
-            raise LayoutError(f"the ranks' mappings are of {len(slots)} slot layouts, want one: {slots}")
+        slot = slot_of(namespace, pages)
         self.config = config or EngineConfig()
-        self._store = store
-        slot = pages[0].mapping.slot
-        if namespace.blocks_per_chunk != slot.blocks_per_chunk:
-            raise LayoutError(
-                f"the namespace has blocks_per_chunk={namespace.blocks_per_chunk}, the mappings {slot.blocks_per_chunk}"
+        self._store, self._root = store, str(store.config.root)
+        io_threads, self._staging_limit = staging_plan(self.config, slot)
+        if io_threads < self.config.io_threads:
+            engine_reporter.warn(
+                "staging",
+                f"{io_threads} of {self.config.io_threads} I/O threads: more buffers than staging_bytes holds",
             )
-        for p in pages:
-            if p.mapping.topology is not None and p.mapping.topology != namespace.topology:
-                raise LayoutError(
-                    f"the bytes depend on the mappings' topology {p.mapping.topology!r}; the namespace has "
-                    f"topology={namespace.topology!r}"
-                )
+        self._intake = Intake(self.config, lambda: self._runner.stats(), clock)
         held = set(itertools.chain.from_iterable(p.mapping.segments for p in pages))
         self._holds_all = len(held) == slot.num_segments
         self._pages = tuple(pages)  # keeps the memory under the handles
@@ -91,21 +90,24 @@ class TransferEngine:
         self.digest = store.register(namespace, slot)
         self._pid = os.getpid()
         self._runner = JobRunner(
-            threads=self.config.io_threads,
+            threads=io_threads,
             io_timeout_s=self.config.io_timeout_s,
-            max_lost_threads=self.config.max_lost_threads,
+            max_lost_threads=self._staging_limit // staging_buffer(slot) - io_threads,
             read_piece_bytes=self.config.read_piece_bytes,
         )
-        native_ids = itertools.count(1)
-        self._native_ids = native_ids
-        self._writer = StoreWriter(store, self.digest, slot, self._runner, self._handles, native_ids, self._publish)
+        self._native_ids = itertools.count(1)
+        self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
+        self._writer = StoreWriter(
+            store, self.digest, slot, self._runner, self._handles, self._native_ids, self._intake, self._publish
+        )
         # Guards what follows; never held across a call that can block. Reentrant, so that only its owner can release
         # it: an exception from a signal can leave a wait without the lock that it should have taken again.
         self._lock = threading.RLock()
         self._published = threading.Condition(self._lock)
         self._open: dict[int, PendingJob] = {}  # accepted, no result yet
         self._results: dict[int, TransferResult] = {}  # not taken yet, oldest first
-        self._loads: dict[int, tuple[PendingJob, list[int], list[Entry]]] = {}  # by native id: keys, and what is pinned
+        # By native id: the keys of its chunks, and what is pinned.
+        self._loads: dict[int, tuple[PendingJob, list[int], list[Entry], Permit]] = {}
         self._queue: deque[PendingJob] = deque()  # stores that their thread has not seen
         self._queued_chunks = {STORE: 0, LOAD: 0}
         self._dropped_chunks = {STORE: 0, LOAD: 0}
@@ -121,8 +123,15 @@ class TransferEngine:
     # ---- the caller's side -------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading keys are in the store: a claim, which a load proves. Chunks."""
-        return self._store.lookup_prefix(self.digest, keys)
+        """How many of the leading keys are in the store: a claim, which a load proves. Chunks.
+
+        0 while the engine is turned off or the loads' breaker is open; few while it probes.
+        """
+        room = self._intake.room(len(keys))
+        claimed = min(room, self._store.lookup_prefix(self.digest, keys)) if room else 0
+        with self._lock:
+            self._observer.looked_up(len(keys), claimed)
+        return claimed
 
     def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike) -> None:
         """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
@@ -132,7 +141,7 @@ class TransferEngine:
             keys: OffloadKeys in prefix order.
             block_ids: [len(keys)] or [len(keys), blocks_per_chunk]; -1 for a block that the chunk lacks.
 
-        A store that finds the queue full is dropped: its result says so.
+        A store that finds the queue full, the engine turned off or the breaker open is dropped: its result says so.
 
         Raises:
             LayoutError: ids out of range or of another shape, or the ranks here do not hold every segment.
@@ -170,21 +179,22 @@ class TransferEngine:
             LayoutError: ids out of range, repeated or of another shape.
             EngineClosed, ForkError
         """
-        deadline_ns = self._deadline_ns(deadline, recompute_tokens_per_s, len(keys))
+        closes_ns = deadline_ns(deadline, recompute_tokens_per_s, len(keys) * self._tokens_per_chunk)
         job = self._accept(job_id, keys, block_ids, LOAD)
         if job is None:
             return
         entries: list[Entry | None] = []
         try:
             entries = self._store.pin(self.digest, job.keys)
-            self._start_load(job, entries, deadline_ns)
+            self._start_load(job, entries, closes_ns)
         except (
             Exception
         ) as exc:  # a store that was closed, a runner that was shut down, no memory: the job was accepted
-            log.warning("load %d could not be started: %s", job_id, exc)
+            engine_reporter.warn("load", f"load {job_id} could not be started: {exc}", job=job_id)
             with self._lock:
-                for native in job.native_ids:
-                    self._loads.pop(native, None)
+                begun = [self._loads.pop(native, None) for native in job.native_ids]
+            for _, _, _, permit in filter(None, begun):
+                self._intake.settle(LOAD, permit, None)
             self._store.unpin(entries)
             job.fail_rest(Status.CANCELLED)
             self._publish(job)
@@ -277,12 +287,39 @@ class TransferEngine:
                 job.fail_rest(Status.LOST)
                 self._publish(job)
         if left:
-            log.warning("shutdown left %d threads in calls that have not returned", left)
+            engine_reporter.warn(
+                "shutdown", f"shutdown left {left} threads in calls that have not returned", count=left
+            )
         else:
             for thread in self._threads:
                 thread.join()
         self._stopped.set()
+        engine_reporter.flush(everything=True)
         return left
+
+    def turn_off(self) -> None:
+        """From now on lookups answer 0, loads are answered as misses and stores are dropped, each with Status.OFF.
+
+        Jobs accepted before end as they would have.
+        """
+        self._intake.turn(False)
+
+    def turn_on(self) -> None:
+        """Ends `turn_off` at once."""
+        self._intake.turn(True)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the engine is turned on. (Its breakers may hold things back all the same: see `metrics`.)"""
+        return self._intake.enabled
+
+    def metrics(self) -> Metrics:
+        """Every series (kvxfer/observe.py) as it is now; `render_metrics` makes text of it. Never blocks."""
+        stats, store, breakers = self.stats(), store_values(self._store.stats()), self._intake.states()
+        with self._lock:
+            counted, queued = self._observer.counted(), dict(self._queued_chunks)
+        read = engine_values(stats, queued, self._staging_limit, breakers, self.enabled)
+        return Metrics(counted | read, store, id(self._store))
 
     def stats(self) -> dict[str, int]:
         """Counters of the native runner (kvx_stats) and of the engine, by name."""
@@ -311,7 +348,7 @@ class TransferEngine:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _accept(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int) -> PendingJob | None:
-        """Check a job and take it on. None where the queue is full: it has ended already."""
+        """Check a job and take it on. None where nothing of it may pass: it has ended already."""
         check_process(self._pid, "engine")
         ids = block_table(block_ids, len(keys), self._blocks_per_chunk, self._blocks)
         if direction == LOAD:
@@ -331,37 +368,34 @@ class TransferEngine:
             dropped = self._queued_chunks[direction] + len(keys) > limit
             self._queued_chunks[direction] += len(keys)
             self._dropped_chunks[direction] += len(keys) if dropped else 0
-        if dropped or not keys:
-            job.fail_rest(Status.DROPPED)
+        refused = Status.DROPPED if dropped else self._intake.refusal(direction)
+        if refused or not keys:
+            job.fail_rest(refused or Status.DROPPED)
             self._publish(job)
             return None
         return job
 
-    def _deadline_ns(self, deadline: float | None, tokens_per_s: float | None, num_keys: int) -> int:
-        """For csrc: 0 is none."""
-        if tokens_per_s is not None:
-            if not tokens_per_s > 0:
-                raise ConfigError(f"recompute_tokens_per_s={tokens_per_s} must be positive")
-            worth = time.monotonic() + num_keys * self._tokens_per_chunk / tokens_per_s
-            deadline = worth if deadline is None else min(deadline, worth)
-        return 0 if deadline is None else max(1, nanoseconds(deadline))
-
-    def _start_load(self, job: PendingJob, entries: list[Entry | None], deadline_ns: int) -> None:
+    def _start_load(self, job: PendingJob, entries: list[Entry | None], closes_ns: int) -> None:
         """Hand what is there of a load to the runner; `entries` are pinned, one a key."""
         found = [entry for entry in entries if entry is not None]
         index = [i for i, entry in enumerate(entries) if entry is not None]
         for _ in range(len(entries) - len(found)):
             job.miss()
-        if not found:
+        permit = self._intake.admit(LOAD, len(found))
+        for i in index[permit.chunks :]:
+            job.fail(i, Status.BREAKER)
+        if not permit.chunks:
+            self._store.unpin(found)
             self._publish(job)
             return
+        index = index[: permit.chunks]
         native = next(self._native_ids)
         job.native_ids.append(native)
         with self._lock:
-            self._loads[native] = (job, index, found)
-        records = b"".join([entry.record for entry in found])
-        ids = job.block_ids if len(found) == len(entries) else job.block_ids[index]
-        self._runner.submit(native, LOAD, self._handles, records, ids, self.digest, deadline_ns=deadline_ns)
+            self._loads[native] = (job, index, found, permit)
+        records = b"".join([entry.record for entry in found[: permit.chunks]])
+        ids = job.block_ids if len(index) == len(entries) else job.block_ids[index]
+        self._runner.submit(native, LOAD, self._handles, records, ids, self.digest, deadline_ns=closes_ns)
 
     def _publish(self, job: PendingJob) -> None:
         result = job.result()
@@ -373,24 +407,34 @@ class TransferEngine:
             del self._open[job.job_id]
             self._results[job.job_id] = result
             self._published.notify_all()
+            self._observer.settle(job, result)
+        if result.errors:
+            report_errors(job, result.errors, self._root)
 
     def _settle_loads(self) -> None:
         """The loads' thread: unpins and publishes what the runner has finished. Memory only."""
+        watched = 0.0
         while True:
             self._runner.wait((LOAD,), WATCH_S)
             try:
+                if (now := time.monotonic()) - watched >= WATCH_S:
+                    watched = now
+                    self._intake.watch()
+                    for each in (engine_reporter, reporter):
+                        each.flush()
                 while (outcome := self._runner.poll(LOAD)) is not None:
                     self._settle_load(outcome)
-            except Exception:  # a defect: whatever it is, the thread must go on, or no load would ever end again
-                log.exception("a load could not be settled")
+            except Exception as exc:  # a defect: whatever it is, the thread must go on, or no load would ever end again
+                engine_reporter.warn("load defect", "a load could not be settled", exc_info=exc)
             with self._lock:
                 if self._closing and not self._loads:
                     return
 
     def _settle_load(self, outcome: JobOutcome) -> None:
         with self._lock:
-            job, index, entries = self._loads.pop(outcome.job_id)
+            job, index, entries, permit = self._loads.pop(outcome.job_id)
         try:
+            self._intake.settle(LOAD, permit, outcome)
             for error in outcome.errors:
                 if error.status.is_damage:
                     self._store.invalidate(entries[error.chunk], error.status.name.lower())
@@ -411,8 +455,10 @@ class TransferEngine:
                 self._writer.settle()
                 with suppress(StoreError):  # closed under the engine: jobs still end, as misses
                     self._store.maintain()
-            except Exception:  # a defect: whatever it is, the thread must go on, or no store would ever end again
-                log.exception("stores could not be settled")
+            except (
+                Exception
+            ) as exc:  # a defect: whatever it is, the thread must go on, or no store would ever end again
+                engine_reporter.warn("store defect", "stores could not be settled", exc_info=exc)
             for job in queued:
                 if closing:
                     job.fail_rest(Status.CANCELLED)

@@ -57,6 +57,9 @@ class Status(IntEnum):
     DROPPED = 65  # a queue was full
     NO_SPACE = 66  # no slot could be had
     INDEX = 67  # the index refused the commit
+    OFF = 68  # the engine was turned off
+    BREAKER = 69  # the circuit breaker is open
+    BUSY = 70  # another store is writing the chunk with fewer blocks
 
     @property
     def is_damage(self) -> bool:
@@ -78,6 +81,9 @@ _MEANING = {
     Status.DROPPED: "the queue is full",
     Status.NO_SPACE: "no slot can be had within capacity_bytes",
     Status.INDEX: "the index could not be written",
+    Status.OFF: "kvxfer is turned off",
+    Status.BREAKER: "the storage kept failing and is left alone for a while",
+    Status.BUSY: "another store is writing fewer of the chunk's blocks",
 }
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.bitmap import CompletionBitmap
-from kvxfer.errors import LayoutError
-from kvxfer.jobs import ChunkError, JobOutcome, Status
+from kvxfer.errors import ConfigError, LayoutError
+from kvxfer.jobs import ChunkError, JobOutcome, Status, nanoseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class PendingJob:
     planned: threading.Event = field(default_factory=threading.Event)  # `native_ids` is complete
     cancelled: threading.Event = field(default_factory=threading.Event)  # what is not handed over yet will not be
     unanswered: int = -1  # keys; counted down by arrive() and fail()
+    moved: int = 0  # chunks that the runner moved for this job, and that count
     _arrived: bytearray = field(default_factory=bytearray)  # [num_keys]
     _nbytes: int = 0
     _errors: list[ChunkError] = field(default_factory=list)
@@ -75,6 +76,7 @@ class PendingJob:
         self._nbytes += outcome.nbytes
         for native in np.flatnonzero(outcome.status == 0).tolist():
             self.arrive(index[native])
+            self.moved += 1
         for error in outcome.errors:
             self._errors.append(replace(error, chunk=index[error.chunk], where=where[error.chunk]))
             self.unanswered -= 1
@@ -82,6 +84,7 @@ class PendingJob:
     def withdraw(self, key: int, status: Status) -> None:
         """Take back a bit that was set."""
         self._arrived[key] = 0
+        self.moved -= 1
         self._errors.append(ChunkError(key, status))
 
     def fail_rest(self, status: Status) -> None:
@@ -124,3 +127,17 @@ def refuse_repeated(block_ids: NDArray[np.int64]) -> None:
     present = np.sort(block_ids[block_ids >= 0])
     if len(twice := present[1:][present[1:] == present[:-1]]):
         raise LayoutError(f"block {twice[0]} is named twice: which bytes it ends with would be left to chance")
+
+
+def deadline_ns(deadline: float | None, tokens_per_s: float | None, num_tokens: int) -> int:
+    """When a load's gate closes, for csrc: at `deadline` (time.monotonic()), or where recomputing is done sooner, then.
+
+    Raises:
+        ConfigError: a rate that is not positive, or a deadline that is no number.
+    """
+    if tokens_per_s is not None:
+        if not tokens_per_s > 0:
+            raise ConfigError(f"recompute_tokens_per_s={tokens_per_s} must be positive")
+        worth = time.monotonic() + num_tokens / tokens_per_s
+        deadline = worth if deadline is None else min(deadline, worth)
+    return 0 if deadline is None else max(1, nanoseconds(deadline))

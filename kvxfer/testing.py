@@ -132,6 +132,23 @@ class FaultyIO:
         return Rule(index)
 
 
+class ManualClock:
+    """A clock that stands still until it is told: `clock()` gives seconds."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        if seconds < 0:
+            raise ValueError(f"seconds={seconds} must not be negative")
+        self.now += seconds
+
+
 def assert_bytes_equal(got: ArrayLike, want: ArrayLike, what: str = "bytes") -> None:
     """Fails naming the first byte that differs, and how many do.
 

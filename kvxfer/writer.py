@@ -5,17 +5,18 @@ Nothing here is called by any other thread, so nothing here is locked.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvxfer.breaker import Permit
 from kvxfer.errors import KvxferError
+from kvxfer.intake import Intake
 from kvxfer.jobs import STORE, JobOutcome, JobRunner, Status
+from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob
 from kvxfer.slot import SlotLayout
 from kvxfer.store import Entry, Reservation, Store
 
-log = logging.getLogger(__name__)
 BATCH = 64  # chunks: while one batch is written the next is planned and the one before committed
 _STATUS = {int(status): status for status in Status}  # faster than Status(code), which counts for thousands of chunks
 
@@ -37,6 +38,7 @@ class _Flight:
     index: list[int]
     slots: list[Reservation]
     masks: list[int]  # of the job's keys
+    permit: Permit
 
 
 class StoreWriter:
@@ -50,10 +52,12 @@ class StoreWriter:
         runner: JobRunner,
         handles: Sequence[int],
         native_ids: Iterator[int],
+        intake: Intake,
         finished: Callable[[PendingJob], None],
     ) -> None:
         self._store, self._digest, self._slot = store, digest, slot
         self._runner, self._handles, self._native_ids, self._finished = runner, handles, native_ids, finished
+        self._intake = intake
         self._flights: dict[int, _Flight] = {}  # by native id
         self._writes: dict[bytes, _Write] = {}
         self._held: dict[PendingJob, list[Entry | None]] = {}  # pinned until the job ends
@@ -86,7 +90,7 @@ class StoreWriter:
                 self._writes[key] = _Write(job, masks[i])
                 todo.append(i)
             elif masks[i] & ~write.mask:
-                job.fail(i, Status.DROPPED)  # fewer of its blocks are on their way just now
+                job.fail(i, Status.BUSY)  # fewer of its blocks are on their way just now
             else:
                 write.waiters.append((job, i))
         for start in range(0, len(todo), BATCH):
@@ -108,22 +112,26 @@ class StoreWriter:
     def _submit(self, job: PendingJob, todo: list[int], masks: list[int]) -> None:
         slots: list[Reservation] = []
         status = Status.NO_SPACE
+        permit = self._intake.admit(STORE, len(todo))
+        todo, held_back = todo[: permit.chunks], todo[permit.chunks :]
         try:
-            if not job.cancelled.is_set():
+            if todo and not job.cancelled.is_set():
                 slots = self._store.reserve(self._digest, self._slot, len(todo))
             if job.cancelled.is_set():  # before, or while a slab was made
                 self._store.release(slots)
                 slots, status = [], Status.CANCELLED
             if slots:
-                self._fly(_Flight(job, todo[: len(slots)], slots, masks))
+                self._fly(_Flight(job, todo[: len(slots)], slots, masks, permit))
         except Exception as exc:  # a runner that was shut down, no memory: slots and waiting keys must not stay behind
             _report(f"a store of {len(todo)} chunks could not be started", exc)
             self._store.release(slots)
             slots, status = [], Status.INDEX
-        failed = todo[len(slots) :]
-        for i in failed:
-            job.fail(i, status)
-        self._resolve(job, {job.keys[i]: status for i in failed})
+        if not slots:
+            self._intake.settle(STORE, permit, None)
+        failed = dict.fromkeys(todo[len(slots) :], status) | dict.fromkeys(held_back, Status.BREAKER)
+        for i, why in failed.items():
+            job.fail(i, why)
+        self._resolve(job, {job.keys[i]: why for i, why in failed.items()})
 
     def _fly(self, flight: _Flight) -> None:
         job, native = flight.job, next(self._native_ids)
@@ -136,6 +144,7 @@ class StoreWriter:
 
     def _land(self, flight: _Flight, outcome: JobOutcome) -> None:
         job, slots, index = flight.job, flight.slots, flight.index
+        self._intake.settle(STORE, flight.permit, outcome)
         job.take(outcome, index, [slot.slab.name for slot in slots])
         codes = outcome.status.tolist()
         written = [n for n, code in enumerate(codes) if not code]
@@ -179,4 +188,4 @@ class StoreWriter:
 
 def _report(what: str, exc: Exception) -> None:
     """Errors of our own are said; others are defects, and leave their trace."""
-    log.warning("%s: %s", what, exc, exc_info=None if isinstance(exc, KvxferError) else exc)
+    engine_reporter.warn("store", f"{what}: {exc}", exc_info=None if isinstance(exc, KvxferError) else exc)

@@ -60,6 +60,11 @@ def test_store_values_that_cannot_work_are_named(changes: dict[str, Any], messag
         ({"max_lost_threads": -1}, "max_lost_threads=-1 must be an integer of at least 0"),
         ({"max_queued_store_chunks": 0}, "max_queued_store_chunks=0"),
         ({"read_piece_bytes": 100}, "read_piece_bytes=100 must be an integer of at least 4096"),
+        ({"staging_bytes": 0}, "staging_bytes=0 must be an integer of at least 4096"),
+        ({"breaker_failures": -1}, "breaker_failures=-1 must be an integer of at least 0"),
+        ({"breaker_probe_chunks": 0}, "breaker_probe_chunks=0 must be an integer of at least 1"),
+        ({"breaker_cooldown_s": 0}, "breaker_cooldown_s=0 must be a number of seconds in 0.001..86400"),
+        ({"breaker_cooldown_s": 90}, "breaker_max_cooldown_s=60.0 must not be less than breaker_cooldown_s=90"),
     ],
 )
 def test_engine_values_that_cannot_work_are_named(changes: dict[str, Any], message: str) -> None:

@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import LayoutError
+from kvxfer.keys import Namespace
 from kvxfer.mapping import CanonicalMapping, LocalTensor
+from kvxfer.slot import SlotLayout
 
 
 class KVPages:
@@ -205,3 +207,28 @@ def _check_array(name: str, array: Any, dtype: type[np.generic]) -> None:
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
         raise LayoutError(f"{name} must be a numpy array of {np.dtype(dtype)}, not {found}")
+
+
+def slot_of(namespace: Namespace, pages: Sequence[KVPages]) -> SlotLayout:
+    """The one slot layout of pages that are to be moved together.
+
+    Raises:
+        LayoutError: there are none, they are of several layouts, or the namespace says something else.
+    """
+    if not pages:
+        raise LayoutError("an engine needs the pages of at least one rank")
+    slots = {p.mapping.slot for p in pages}
+    if len(slots) != 1:
+        raise LayoutError(f"the ranks' mappings are of {len(slots)} slot layouts, want one: {slots}")
+    slot = slots.pop()
+    if namespace.blocks_per_chunk != slot.blocks_per_chunk:
+        raise LayoutError(
+            f"the namespace has blocks_per_chunk={namespace.blocks_per_chunk}, the mappings {slot.blocks_per_chunk}"
+        )
+    for p in pages:
+        if p.mapping.topology is not None and p.mapping.topology != namespace.topology:
+            raise LayoutError(
+                f"the bytes depend on the mappings' topology {p.mapping.topology!r}; the namespace has "
+                f"topology={namespace.topology!r}"
+            )
+    return slot

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class Node:
         direct: str = "auto",
         blocks_per_chunk: int = 1,
         namespace: Namespace | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **config: Any,
     ) -> None:
         self.model = model
@@ -63,8 +65,8 @@ class Node:
         )
         self.source = ranks(model, "nhd", 2, blocks_per_chunk, filled=True)
         self.target = ranks(model, "hnd", 4, blocks_per_chunk, filled=False)
-        self.writer = TransferEngine(self.store, self.namespace, self.source, config=self.config)
-        self.reader = TransferEngine(self.store, self.namespace, self.target, config=self.config)
+        self.writer = TransferEngine(self.store, self.namespace, self.source, config=self.config, clock=clock)
+        self.reader = TransferEngine(self.store, self.namespace, self.target, config=self.config, clock=clock)
         self.digest = self.reader.digest
         self._job = 0
 

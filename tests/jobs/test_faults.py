@@ -207,11 +207,14 @@ def test_a_lost_read_is_given_up_and_its_thread_replaced(tmp_path: Path, source,
         assert [(e.chunk, e.status) for e in outcome.errors] == [(0, Status.LOST)]
         stats = rig.runner.stats()
         assert (stats["lost_calls"], stats["lost_threads"]) == (1, 1) and stats["leaked_bytes"] >= rig.slot.slot_bytes
+        assert stats["staging_bytes"] == stats["staging_peak_bytes"] == 2 * stats["leaked_bytes"]
+        one_buffer = stats["leaked_bytes"]
         expect(MODEL, "hnd", target, range(1, 8))
         io.release()
         until(lambda: rig.runner.stats()["late_returns"] == 1, "the call returns")
         stats = rig.runner.stats()
         assert (stats["lost_threads"], stats["leaked_bytes"]) == (0, 0)
+        assert stats["staging_bytes"] == one_buffer, "given back before the thread no longer counts as lost"
         expect(MODEL, "hnd", target, range(1, 8))
         assert not rig.load(target, EACH).status.any()
 

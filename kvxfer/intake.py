@@ -1,0 +1,149 @@
+"""What an engine lets through to the storage: its switch, and a circuit breaker each for loads and for stores.
+
+Two breakers, because a disk that is full, or that went read-only, still answers loads. A failure is a chunk whose call
+gave an errno (ENOSPC from a write included), that no thread was left for, or whose call never returned. Damage, misses,
+deadlines, cancellations and a store that has no slot to give are none: the device answered, or was not asked.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from kvxfer.breaker import Breaker, BreakerState, Permit
+from kvxfer.config import EngineConfig
+from kvxfer.errors import ConfigError
+from kvxfer.jobs import LOAD, STORE, JobOutcome, Status
+from kvxfer.observe import DIRECTIONS
+from kvxfer.report import engine_reporter
+
+DISABLE = "KVXFER_DISABLE"  # 1: engines start turned off
+
+
+class Intake:
+    """Thread-safe; memory only, so that asking never blocks."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        stats: Callable[[], Mapping[str, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            stats: of the native runner, for calls that never return.
+            clock: seconds.
+
+        Raises:
+            ConfigError: KVXFER_DISABLE is neither 0 nor 1.
+        """
+        self._stats = stats
+        self._lock = threading.Lock()
+        self._enabled = not _disabled()
+        self._breakers = {
+            direction: Breaker(
+                failures=config.breaker_failures,
+                cooldown_s=config.breaker_cooldown_s,
+                max_cooldown_s=config.breaker_max_cooldown_s,
+                probes=config.breaker_probe_chunks,
+                clock=clock,
+            )
+            for direction in DIRECTIONS
+        }
+        self._lost = {LOAD: 0, STORE: 0}  # calls, as far as the breakers know
+        if not self._enabled:
+            engine_reporter.warn("switch", f"{DISABLE} is set: this engine starts turned off")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the switch is on."""
+        return self._enabled
+
+    def turn(self, on: bool) -> None:
+        """Set the switch."""
+        self._enabled = on
+
+    def refusal(self, direction: int) -> Status | None:
+        """Why nothing at all of a job would pass now; None where something may."""
+        if not self._enabled:
+            return Status.OFF
+        with self._lock:
+            return Status.BREAKER if self._breakers[direction].state() is BreakerState.OPEN else None
+
+    def room(self, chunks: int) -> int:
+        """How many of the first `chunks` chunks a load would be let try."""
+        if not self._enabled:
+            return 0
+        if self._breakers[LOAD].closed:  # without the lock: lookups are many, and a moment's delay does no harm
+            return chunks
+        with self._lock:
+            return self._breakers[LOAD].room(chunks)
+
+    def admit(self, direction: int, chunks: int) -> Permit:
+        """Let the first of `chunks` chunks pass: as many as the permit says, which must come back to `settle`."""
+        with self._lock:
+            return self._breakers[direction].admit(chunks)
+
+    def settle(self, direction: int, permit: Permit, outcome: JobOutcome | None) -> None:
+        """What became of what passed; None: it was not tried."""
+        if outcome is not None and outcome.errors and (outcome.status == Status.LOST).any():
+            self.watch()  # first: what was lost would look like nothing otherwise
+        answered, failed, last = _evidence(outcome)
+        with self._lock:
+            breaker = self._breakers[direction]
+            was, opened = breaker.state(), breaker.opened
+            breaker.settle(permit, answered, failed, last)
+            self._say(direction, was, opened)
+
+    def watch(self) -> None:
+        """Looks for calls that never returned: a load whose deadline came first does not tell of them."""
+        stats = self._stats()
+        stores = stats["lost_writes"]
+        lost = {STORE: stores, LOAD: stats["lost_calls"] - stores}
+        with self._lock:
+            for direction, breaker in self._breakers.items():
+                was, opened = breaker.state(), breaker.opened
+                breaker.fail(max(0, lost[direction] - self._lost[direction]))
+                self._lost[direction] = max(lost[direction], self._lost[direction])
+                self._say(direction, was, opened)
+
+    def states(self) -> dict[int, tuple[BreakerState, int]]:
+        """By direction the state of the breaker, and how often it has opened."""
+        with self._lock:
+            return {direction: (breaker.state(), breaker.opened) for direction, breaker in self._breakers.items()}
+
+    def _say(self, direction: int, was: BreakerState, opened: int) -> None:
+        breaker, what = self._breakers[direction], DIRECTIONS[direction]
+        if breaker.opened > opened:
+            engine_reporter.warn(
+                f"breaker {what} open",
+                f"the storage keeps failing: {what}s are turned off for {breaker.again_in_s:.1f} s",
+                seconds=breaker.again_in_s,
+            )
+        elif was is not BreakerState.CLOSED and breaker.state() is BreakerState.CLOSED:
+            engine_reporter.warn(f"breaker {what} closed", f"the storage answers again: {what}s are on")
+
+
+def _evidence(outcome: JobOutcome | None) -> tuple[int, int, int]:
+    """What a finished native job says about the device: chunks answered, failed, and failed after the last answer."""
+    if outcome is None:
+        return 0, 0, 0
+    codes = outcome.status
+    if not outcome.errors:
+        return len(codes), 0, 0
+    failed = np.flatnonzero((codes == Status.IO) | (codes == Status.STALLED))
+    damaged = (codes >= Status.TRUNCATED) & (codes <= Status.BAD_SUM)
+    answered = np.flatnonzero((codes == Status.OK) | damaged | (codes == Status.ABSENT))
+    last = int(answered[-1]) if len(answered) else -1
+    return len(answered), len(failed), int((failed > last).sum())
+
+
+def _disabled() -> bool:
+    value = os.environ.get(DISABLE, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{DISABLE}={value!r} must be 1 (start turned off), 0 or unset")
+    return value == "1"
