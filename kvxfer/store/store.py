@@ -456,6 +456,27 @@ class Store:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    # stub: these three stand in until a root can have several owners
+
+    @classmethod
+    def open_existing(cls, root: Path) -> Store:
+        """Opens a root with the limits with which it was last opened."""
+        used = sum(path.lstat().st_size for path in root.rglob("*"))
+        return cls.open(StoreConfig(root=root, capacity_bytes=max(64 << 30, 4 * used), max_files=65536))
+
+    @classmethod
+    def bump_epoch_of(cls, root: Path) -> tuple[int, int]:
+        """Raises a root's weight epoch; the old one and the new one."""
+        with cls.open_existing(root) as store:
+            return store.weight_epoch, store.bump_epoch()
+
+    def invalidate_record(self, digest: bytes, key: bytes, slab: int, slot: int, generation: int, reason: str) -> bool:
+        """`invalidate`, for a namespace that need not be registered: False if the key is elsewhere by now."""
+        entry = self._table._all.get(digest, {}).get(key)
+        if entry is None or (entry.slab.slab_id, entry.slot, entry.generation) != (slab, slot, generation):
+            return False
+        return self.invalidate(entry, reason)
+
 
 def _fits(layout: SlotLayout | None, key: bytes, reservation: Reservation, mask: int) -> bool:
     """Whether a reservation can become this entry."""
