@@ -23,6 +23,8 @@ _DIRECTORY_ENTRY = 64  # bytes that one more slab's name may cost its directory
 _INDEX_MIN, _INDEX_MID = _MIB, 64 * _MIB
 _MAX_NAMESPACES = 64
 _LEAST_CAPACITY = 4 * _MIB
+SPARE_DESCRIPTORS = 64  # open files of a process beside its store's slabs
+_STAGING_UNIT = 2 * _MIB  # csrc rounds a thread's staging up to huge pages (io_engine.cpp, kHuge)
 
 
 def _check_integers(owner: object, least: int, *names: str) -> None:
@@ -130,6 +132,17 @@ class StoreConfig:
         return self.capacity_bytes - self.effective_index_map_bytes - self._small_bytes - names, files
 
     @property
+    def max_slabs(self) -> int:
+        """Slabs of `effective_slab_bytes` that there is room for; each takes an open file."""
+        nbytes, files = self.slab_budget
+        return min(files, nbytes // slab_cost(self.effective_slab_bytes))
+
+    @property
+    def descriptors(self) -> int:
+        """Open files that a process with this store may need: its slabs, and some to spare."""
+        return self.max_slabs + SPARE_DESCRIPTORS
+
+    @property
     def _small_bytes(self) -> int:
         return min(_SMALL_MAX, max(_SMALL_MIN, self.capacity_bytes // 64 // ALIGNMENT * ALIGNMENT))
 
@@ -191,3 +204,11 @@ class EngineConfig:
         """
         _check_keys(cls, "engine", raw)
         return cls(**raw)
+
+    def staging_bytes(self, slot_bytes: int) -> tuple[int, int]:
+        """Host memory for chunks in slots of `slot_bytes`: (of one thread, of all, those for lost threads included).
+
+        Exact where this process holds all ranks' pages; a process with some of them stages its segments only.
+        """
+        each = round_up(slot_bytes, _STAGING_UNIT)
+        return each, each * (self.io_threads + self.max_lost_threads)
