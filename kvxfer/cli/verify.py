@@ -48,8 +48,8 @@ def command(
             if output.confirmed(question, yes):
                 left = mend(root, result.findings, threads)
                 removed = result.entries_failed - sum(finding.record is not None for finding in left)
-            if not as_json:
-                verify_view.show_repair(removed, left)
+                if not as_json:
+                    verify_view.show_repair(removed, left)
         if as_json:
             output.print_json(as_object(result) | {"removed": removed, "left": [finding_object(each) for each in left]})
     if left:

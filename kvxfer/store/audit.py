@@ -240,10 +240,6 @@ class _Window:
         self._buffer = AlignedBuffer(max(nbytes, alignment), alignment)
         self._start = self._end = 0
 
-    def forget(self) -> None:
-        """The next bytes are read anew."""
-        self._start = self._end = 0
-
     def address(self, offset: int, nbytes: int, limit: int) -> int:
         """Where the `nbytes` at `offset` of the file are now; reads on, at most up to `limit`. Both aligned.
 
@@ -252,7 +248,7 @@ class _Window:
             _Ended: the file ends before.
         """
         if not self._start <= offset or not offset + nbytes <= self._end:
-            self.forget()
+            self._start = self._end = 0  # whatever the read comes to, what was there is gone
             moved = self._file.read(self._buffer.array, min(len(self._buffer), limit - offset), offset)
             if moved < nbytes:
                 raise _Ended
@@ -273,15 +269,12 @@ class _SlotReader:
 
     def identify(self, slot: int) -> IndexRecord | None:
         """What a slot says it holds, if all its trailer pages say so; None for a free one."""
-        self._trailers.forget()
         pages = (parse_page(self._page(slot, page), self._layout) for page in range(self._layout.num_trailers))
         return identify(pages, self._layout, self._slab.slab_id, slot)
 
     def check(self, record: IndexRecord) -> tuple[str, str] | None:
         """What is wrong with an entry, (what, detail); None if every byte of it is right."""
         layout, slot = self._layout, record.slot
-        self._payload.forget()
-        self._trailers.forget()
         try:
             for page in range(layout.num_trailers):
                 if (wrong := self._check_page(record, page)) is not None:

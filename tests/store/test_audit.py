@@ -12,6 +12,7 @@ import pytest
 from kvxfer.errors import ConfigError, FormatError
 from kvxfer.slot import SlotLayout
 from kvxfer.store import FINDINGS, Store, survey_root, verify_root
+from kvxfer.store.entry import SlotState
 from kvxfer.testing import FaultyIO
 from tests.store import damage, rig
 from tests.store.damage import DAMAGES, NEWER, ROW_KEY, ROWS, SHARED, SHARED_KEY, Filled
@@ -229,6 +230,59 @@ def test_a_root_in_use_is_seen_as_such_and_verified_while_it_changes(filled: Fil
     assert survey_root(filled.root).holders == ()
 
 
+def test_slots_that_change_hands_while_they_are_read_are_no_damage(filled: Filled) -> None:
+    """After the first slot was read, every row gives its slot to another chunk."""
+    names = [rig.key(i) for i in range(ROWS)]
+    with Store.open(rig.config(filled.root), writers=1) as store:
+        digest = store.register(*damage.NAMESPACES[0])
+
+        def swap(done: int, _: int) -> None:
+            if done > 1:
+                return
+            entries = store.pin(digest, names)
+            store.unpin(entries)
+            assert [store.invalidate(entry, "other") for entry in entries if entry] == [True] * ROWS
+            assert store.maintain()
+            places = {(slot.slab.slab_id, slot.slot): slot for slot in store.reserve(digest, rig.ROW, 63)}
+            for entry in entries:
+                assert entry is not None
+                slot = places[entry.slab.slab_id, entry.slot]
+                rig.write(slot, digest, b"new" + entry.key)
+                assert store.commit(digest, [(b"new" + entry.key, slot, rig.FULL)]) == [True]
+            store.release([slot for slot in places.values() if slot.state is SlotState.RESERVED])
+
+        result = verify_root(filled.root, threads=1, progress=swap)
+    assert result.findings == []
+    assert result.changed >= ROWS - 1
+    assert result.verified + result.changed == ROWS + SHARED
+
+
+def test_slabs_that_come_and_go_are_no_damage(root: Path) -> None:
+    """Two layouts take each other's room, slab by slab."""
+    stop = threading.Event()
+    with Store.open(rig.config(root)) as store:
+        digests = [store.register(*each) for each in damage.NAMESPACES]
+
+        def churn() -> None:
+            number = 0
+            while not stop.is_set():
+                for digest, (_, layout) in zip(digests, damage.NAMESPACES, strict=True):
+                    number += 300
+                    rig.put(store, digest, [rig.key(number + i) for i in range(300)], layout)
+
+        thread = threading.Thread(target=churn)
+        thread.start()
+        try:
+            looks = []
+            while store.stats().slabs_removed < 60:
+                looks.append(survey_root(root))
+        finally:
+            stop.set()
+            thread.join()
+    assert [seen.findings for seen in looks if seen.findings] == []
+    assert len(looks) > 10
+
+
 def test_threads_are_bounded(filled: Filled) -> None:
     for threads in (0, 257):
         with pytest.raises(ConfigError, match=f"threads={threads}"):
@@ -288,6 +342,14 @@ def test_a_namespace_file_that_is_not_its_digests_is_not_believed(filled: Filled
         "namespace.json is damaged: its fields are not those of the digest",
     )
     assert seen.findings == ()  # nothing is decided by these files
+
+
+def test_a_namespace_file_of_another_namespace_is_not_believed(filled: Filled) -> None:
+    mine, other = (filled.root / "namespaces" / filled.digests[key].hex() for key in (ROW_KEY, SHARED_KEY))
+    (mine / "namespace.json").write_bytes((other / "namespace.json").read_bytes())
+    views = {view.digest: view for view in survey_root(filled.root).namespaces}
+    assert views[filled.digests[ROW_KEY]].fields is None
+    assert views[filled.digests[SHARED_KEY]].fields is not None
 
 
 def test_a_namespace_without_file_is_counted_all_the_same(filled: Filled) -> None:
