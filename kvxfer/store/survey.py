@@ -14,12 +14,13 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.io.modes import filesystem_type
 from kvxfer.io.system import fault, read_small
 from kvxfer.keys import Namespace
 from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
@@ -40,6 +41,7 @@ from kvxfer.store.slab import FoundSlab, scan_directory, slab_file_bytes, slab_n
 _LEAST_MAP = 1 << 20
 _TRIES, _PAUSE_S = 20, 0.02  # copies of an index that is being written
 _NAMESPACE_BYTES = 1 << 16
+_OWN_DEVICES = ("overlay", "btrfs", "bcachefs")  # stat names another device there than /proc/locks
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -197,12 +199,28 @@ def holders(root: Path) -> tuple[int, ...]:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return ()
-    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    pids = {int(fields[4]) for line in lines if len(fields := line.split()) > 5 and fields[5] == place}
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    if filesystem_type(root) in _OWN_DEVICES:
+        device = ""
+    pids = lockers(lines, device, status.st_ino)
     if pids and min(pids) <= 0:  # a lock of an open file has no process's number: the file may be signed
         signed = re.findall(rb"\d{1,10}", read_small(root / LOCK_FILE, ALIGNMENT) or b"")
         pids = {pid for pid in pids if pid > 0} | ({int(text) for text in signed} or {0})
     return tuple(sorted(pids))
+
+
+def lockers(lines: Iterable[str], device: str, inode: int) -> set[int]:
+    """Who holds locks on a file, by the lines of /proc/locks; `device`: "fe:01", empty for any."""
+    pids = set()
+    for line in lines:
+        fields = line.split()
+        # 1: FLOCK ADVISORY WRITE 4711 fe:01:131 0 EOF; one that waits has "->" behind the number.
+        if len(fields) < 6 or fields[1] == "->":
+            continue
+        at, _, number = fields[5].rpartition(":")
+        if number == str(inode) and device in ("", at):
+            pids.add(int(fields[4]))
+    return pids
 
 
 def read_index(directory: Path, *, busy: bool) -> IndexView:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from kvxfer.cli import main
 from kvxfer.cli.verify import mend
 from kvxfer.store import Store, verify_root
 from tests.cli.commands import json_of, run, run_on_terminal
+from tests.engine.rig import Node
+from tests.jobs.rig import GEOMETRY
+from tests.oracle import Model
 from tests.store import damage, rig
 from tests.store.damage import DAMAGES, NEWER, ROW_KEY, ROWS, SHARED
 
@@ -147,3 +151,23 @@ def test_what_a_repair_cannot_mend_is_left_and_said(tmp_root: Path, capsys: pyte
     assert main(["verify", str(tmp_root), "--repair", "--yes"]) == 1
     assert "left: 1" in capsys.readouterr().out
     filled.intact({ROW_KEY})
+
+
+def test_what_an_engine_stored_is_verified_and_what_it_lost_is_removed(
+    tmp_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks wrote each slot; a load afterwards misses what was removed, and gets the rest."""
+    model = Model.random(GEOMETRY, 12)
+    with Node(tmp_root, model) as node:
+        assert node.put(range(10)).bitmap.all()
+        node.flip(6, 100)
+        code, report = json_of(capsys, "verify", tmp_root)  # while it is open
+        assert (code, report["entries_verified"], report["entries_failed"]) == (1, 9, 1)
+        assert report["open_in"] == [os.getpid()]
+    code, report = json_of(capsys, "verify", tmp_root, "--repair", "--yes")
+    assert (code, report["removed"]) == (0, 1)
+    with Node(tmp_root, model) as node:
+        result = node.get(range(10))
+        assert [bool(result.bitmap[i]) for i in range(10)] == [i != 6 for i in range(10)]
+        node.check([i for i in range(10) if i != 6])
+        assert node.reader.stats()["bad_sum"] == 0

@@ -13,6 +13,7 @@ from kvxfer.errors import ConfigError, FormatError
 from kvxfer.slot import SlotLayout
 from kvxfer.store import FINDINGS, Store, survey_root, verify_root
 from kvxfer.store.entry import SlotState
+from kvxfer.store.survey import lockers
 from kvxfer.testing import FaultyIO
 from tests.store import damage, rig
 from tests.store.damage import DAMAGES, NEWER, ROW_KEY, ROWS, SHARED, SHARED_KEY, Filled
@@ -281,6 +282,20 @@ def test_slabs_that_come_and_go_are_no_damage(root: Path) -> None:
             thread.join()
     assert [seen.findings for seen in looks if seen.findings] == []
     assert len(looks) > 10
+
+
+def test_who_holds_a_lock() -> None:
+    lines = [
+        "1: FLOCK  ADVISORY  WRITE 4711 fe:01:131 0 EOF",
+        "1: -> FLOCK  ADVISORY  WRITE 99 fe:01:131 0 EOF",
+        "2: OFDLCK ADVISORY  WRITE -1 fe:01:132 0 0",
+        "3: POSIX  ADVISORY  READ 4712 00:2a:131 0 EOF",
+        "",
+    ]
+    assert lockers(lines, "fe:01", 131) == {4711}
+    assert lockers(lines, "fe:01", 132) == {-1}
+    assert lockers(lines, "", 131) == {4711, 4712}
+    assert lockers(lines, "fe:01", 13) == set()
 
 
 def test_threads_are_bounded(filled: Filled) -> None:
