@@ -24,6 +24,7 @@ _DIRECTORY_ENTRY = 64  # bytes that one more slab's name may cost its directory
 _INDEX_MIN, _INDEX_MID = _MIB, 64 * _MIB
 _MAX_NAMESPACES = 64
 _LEAST_CAPACITY = 4 * _MIB
+SPARE_DESCRIPTORS = 64  # open files of a process beside its store's slabs
 
 
 def _check_integers(owner: object, least: int, *names: str) -> None:
@@ -129,6 +130,17 @@ class StoreConfig:
         files = self.max_files - _SMALL_FILES - self.max_namespaces
         names = round_up(_DIRECTORY_ENTRY * min(files, self.capacity_bytes // self.effective_slab_bytes), ALIGNMENT)
         return self.capacity_bytes - self.effective_index_map_bytes - self._small_bytes - names, files
+
+    @property
+    def max_slabs(self) -> int:
+        """Slabs of `effective_slab_bytes` that there is room for; each takes an open file."""
+        nbytes, files = self.slab_budget
+        return min(files, nbytes // slab_cost(self.effective_slab_bytes))
+
+    @property
+    def descriptors(self) -> int:
+        """Open files that a process with this store may need: its slabs, and some to spare."""
+        return self.max_slabs + SPARE_DESCRIPTORS
 
     @property
     def _small_bytes(self) -> int:

@@ -9,6 +9,7 @@ ends in exactly one TransferResult.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ from kvxfer.breaker import Permit
 from kvxfer.config import EngineConfig, staging_buffer, staging_plan
 from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages, slot_of
-from kvxfer.errors import EngineClosed, LayoutError, StoreError
+from kvxfer.errors import EngineClosed, IOFault, LayoutError, StoreError
 from kvxfer.intake import Intake
 from kvxfer.jobs import LOAD, STORE, JobOutcome, JobRunner, Status, check_process
 from kvxfer.keys import Namespace, check_key
@@ -87,6 +88,8 @@ class TransferEngine:
         self._blocks_per_chunk = slot.blocks_per_chunk
         self._tokens_per_chunk = namespace.tokens_per_chunk
         self._handles = [mapping_handle(p, p.mapping, live) for p in pages]
+        self._namespace, self._slot = namespace, slot
+        self._epoch = store.weight_epoch  # before the digest: one raised in between is seen by `_renew`
         self.digest = store.register(namespace, slot)
         self._pid = os.getpid()
         self._runner = JobRunner(
@@ -185,8 +188,9 @@ class TransferEngine:
             return
         entries: list[Entry | None] = []
         try:
-            entries = self._store.pin(self.digest, job.keys)
-            self._start_load(job, entries, closes_ns)
+            digest = self.digest  # may change meanwhile
+            entries = self._store.pin(digest, job.keys)
+            self._start_load(job, digest, entries, closes_ns)
         except (
             Exception
         ) as exc:  # a store that was closed, a runner that was shut down, no memory: the job was accepted
@@ -313,6 +317,17 @@ class TransferEngine:
         """Whether the engine is turned on. (Its breakers may hold things back all the same: see `metrics`.)"""
         return self._intake.enabled
 
+    def reset(self) -> int:
+        """Makes everything that was stored so far a miss, for all processes: the weights have changed.
+
+        Jobs under way end with the old bytes: drain first. Returns the weight epoch; may wait for the disk.
+
+        Raises:
+            IOFault, StoreError: it could not be written down, or another process keeps the root locked.
+        """
+        check_process(self._pid, "engine")
+        return self._store.bump_epoch()
+
     def metrics(self) -> Metrics:
         """Every series (kvxfer/observe.py) as it is now; `render_metrics` makes text of it. Never blocks."""
         stats, store, breakers = self.stats(), store_values(self._store.stats()), self._intake.states()
@@ -375,7 +390,7 @@ class TransferEngine:
             return None
         return job
 
-    def _start_load(self, job: PendingJob, entries: list[Entry | None], closes_ns: int) -> None:
+    def _start_load(self, job: PendingJob, digest: bytes, entries: list[Entry | None], closes_ns: int) -> None:
         """Hand what is there of a load to the runner; `entries` are pinned, one a key."""
         found = [entry for entry in entries if entry is not None]
         index = [i for i, entry in enumerate(entries) if entry is not None]
@@ -395,7 +410,7 @@ class TransferEngine:
             self._loads[native] = (job, index, found, permit)
         records = b"".join([entry.record for entry in found[: permit.chunks]])
         ids = job.block_ids if len(index) == len(entries) else job.block_ids[index]
-        self._runner.submit(native, LOAD, self._handles, records, ids, self.digest, deadline_ns=closes_ns)
+        self._runner.submit(native, LOAD, self._handles, records, ids, digest, deadline_ns=closes_ns)
 
     def _publish(self, job: PendingJob) -> None:
         result = job.result()
@@ -444,6 +459,17 @@ class TransferEngine:
             job.fail_rest(Status.CANCELLED)
             self._publish(job)
 
+    def _renew(self) -> None:
+        """Goes on in the namespace of a weight epoch that was raised, by whatever process."""
+        epoch = self._store.weight_epoch
+        if epoch == self._epoch:
+            return
+        with suppress(StoreError, IOFault):  # the next turn tries again: until then all is a miss
+            self.digest = self._writer.digest = self._store.register(self._namespace, self._slot)
+            self._epoch = epoch
+            message = f"weight epoch {epoch}: everything stored before is a miss"
+            engine_reporter.warn("epoch", message, level=logging.INFO, epoch=epoch)
+
     def _serve_stores(self) -> None:
         """The stores' thread: everything that may touch the disk or the index on behalf of a caller."""
         while True:
@@ -453,8 +479,7 @@ class TransferEngine:
                 self._queue.clear()
             try:
                 self._writer.settle()
-                with suppress(StoreError):  # closed under the engine: jobs still end, as misses
-                    self._store.maintain()
+                self._renew()
             except (
                 Exception
             ) as exc:  # a defect: whatever it is, the thread must go on, or no store would ever end again

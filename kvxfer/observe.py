@@ -150,6 +150,8 @@ _STORE_FIELDS = {
     "free_slots": _gauge("kvxfer_free_slots", "Free slots in the slabs there are.", "slots"),
     "slabs": _gauge("kvxfer_slabs", "Slab files.", "files"),
     "namespaces": _gauge("kvxfer_namespaces", "Namespaces that this process has registered.", "namespaces"),
+    "processes": _gauge("kvxfer_processes", "Processes that have the root open.", "processes"),
+    "foreign_slots": _gauge("kvxfer_foreign_slots", "Slots that other processes are writing.", "slots"),
     "weight_epoch": _gauge("kvxfer_weight_epoch", "The root's weight epoch."),
     "commits": _counter("kvxfer_committed_chunks_total", "Chunks that were published.", "chunks"),
     "replacements": _counter(
@@ -169,6 +171,7 @@ _STORE_FIELDS = {
     ),
     "index_recoveries": _counter("kvxfer_index_recoveries_total", "Times the index was written anew.", "times"),
     "rebuilds": _counter("kvxfer_index_rebuilds_total", "Times the index was rebuilt from the slots.", "times"),
+    "busy": _counter("kvxfer_root_busy_total", "Times another process kept the root locked for too long.", "times"),
     "namespace_errors": _counter(
         "kvxfer_namespace_errors_total", "Namespace files that could not be written.", "files"
     ),

@@ -38,6 +38,7 @@ class _Flight:
     index: list[int]
     slots: list[Reservation]
     masks: list[int]  # of the job's keys
+    digest: bytes  # of the namespace in which it began
     permit: Permit
 
 
@@ -55,7 +56,8 @@ class StoreWriter:
         intake: Intake,
         finished: Callable[[PendingJob], None],
     ) -> None:
-        self._store, self._digest, self._slot = store, digest, slot
+        self._store, self._slot = store, slot
+        self.digest = digest  # of the namespace that stores which start now go to
         self._runner, self._handles, self._native_ids, self._finished = runner, handles, native_ids, finished
         self._intake = intake
         self._flights: dict[int, _Flight] = {}  # by native id
@@ -82,7 +84,7 @@ class StoreWriter:
     def _plan(self, job: PendingJob) -> None:
         masks = job.masks()
         todo: list[int] = []
-        held = self._held[job] = self._store.pin(self._digest, job.keys)
+        held = self._held[job] = self._store.pin(self.digest, job.keys)
         for i, key in enumerate(job.keys):
             if (entry := held[i]) is not None and masks[i] & ~entry.mask == 0:
                 job.arrive(i)  # and stays pinned: the job's own chunks must not push it out
@@ -116,12 +118,12 @@ class StoreWriter:
         todo, held_back = todo[: permit.chunks], todo[permit.chunks :]
         try:
             if todo and not job.cancelled.is_set():
-                slots = self._store.reserve(self._digest, self._slot, len(todo))
+                slots = self._store.reserve(self.digest, self._slot, len(todo))
             if job.cancelled.is_set():  # before, or while a slab was made
                 self._store.release(slots)
                 slots, status = [], Status.CANCELLED
             if slots:
-                self._fly(_Flight(job, todo[: len(slots)], slots, masks, permit))
+                self._fly(_Flight(job, todo[: len(slots)], slots, masks, self.digest, permit))
         except Exception as exc:  # a runner that was shut down, no memory: slots and waiting keys must not stay behind
             _report(f"a store of {len(todo)} chunks could not be started", exc)
             self._store.release(slots)
@@ -136,7 +138,7 @@ class StoreWriter:
     def _fly(self, flight: _Flight) -> None:
         job, native = flight.job, next(self._native_ids)
         records = [s.chunk_record(job.keys[i]) for s, i in zip(flight.slots, flight.index, strict=True)]
-        self._runner.submit(native, STORE, self._handles, b"".join(records), job.block_ids[flight.index], self._digest)
+        self._runner.submit(native, STORE, self._handles, b"".join(records), job.block_ids[flight.index], flight.digest)
         self._flights[native] = flight
         job.native_ids.append(native)
         if job.cancelled.is_set():  # meanwhile
@@ -151,7 +153,7 @@ class StoreWriter:
         items = [(job.keys[index[n]], slots[n], flight.masks[index[n]]) for n in written]
         unused: list[Reservation] = []
         try:
-            committed = dict(zip(written, self._store.commit(self._digest, items), strict=True))
+            committed = dict(zip(written, self._store.commit(flight.digest, items), strict=True))
         except Exception as exc:  # a store that was closed, no memory: the job must end all the same
             _report(f"{len(items)} written chunks could not be committed", exc)
             committed = dict.fromkeys(written, False)

@@ -1,10 +1,12 @@
-"""The command line. `kvxfer --help` lists what there is.
+"""The command line. `kvxfer --help` lists what there is; docs/cli.md says what each command prints and answers.
 
-Exit codes: 0 all is well, 1 wrong bytes were found, 2 a bad option, configuration or environment (one line says which).
+Exit codes: 0 all is well, 1 a command found what it looks for (wrong bytes, damage, something that does not work), 2 a
+bad option, configuration or environment (one line says which).
 """
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -12,21 +14,25 @@ from typing import Annotated
 import typer
 
 import kvxfer
-from kvxfer.cli import demo
-from kvxfer.errors import KvxferError
+from kvxfer.cli import demo, doctor, epoch, inspect, verify
+from kvxfer.cli.output import BAD_INPUT, FAILED
 
-WRONG_BYTES = 1
-BAD_INPUT = 2
+WRONG_BYTES = FAILED  # what the demo finds
 
 app = typer.Typer(
     name="kvxfer",
     help="Sharded, paged KV caches to NVMe and back, as far as they got.",
-    epilog="Exit codes: 0 all is well; 1 wrong bytes were found; 2 a bad option, configuration or environment.",
+    epilog="Exit codes: 0 all is well; 1 wrong bytes, damage, or something that does not work, was found; 2 a bad "
+    "option, configuration or environment. Each command's help has its own.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command(name="demo")(demo.command)
+app.command(name="demo", epilog=demo.EPILOG)(demo.command)
+app.command(name="doctor", epilog=doctor.EPILOG)(doctor.command)
+app.command(name="inspect", epilog=inspect.EPILOG)(inspect.command)
+app.command(name="verify", epilog=verify.EPILOG)(verify.command)
+app.add_typer(epoch.app, name="epoch")
 
 
 def _version(wanted: bool) -> None:
@@ -50,11 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; None: those of this process.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal has no letters for is still printed
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="kvxfer")
-    except KvxferError as exc:
-        print(f"kvxfer: {type(exc).__name__}: {exc}", file=sys.stderr)
-        return BAD_INPUT
     except SystemExit as exc:
         return exc.code if isinstance(exc.code, int) else int(exc.code is not None)
     return 0
+
+
+__all__ = ["BAD_INPUT", "FAILED", "WRONG_BYTES", "app", "main"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,23 +11,11 @@ from typing import Annotated
 
 import typer
 
-from kvxfer.cli import demo_view
+from kvxfer.cli import demo_view, output
 from kvxfer.cli.demo_job import MAX_BLOCKS, Plan, run
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import PRESETS
 from kvxfer.layout import LAYOUTS
-
-
-def whole_number(text: str) -> int:
-    """An option's number; the plan bounds it.
-
-    Raises:
-        typer.BadParameter: it is none.
-    """
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: allowed are whole numbers") from None
 
 
 def parse_blocks(option: str, text: str) -> tuple[int, ...]:
@@ -45,10 +32,13 @@ def parse_blocks(option: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"{option} {text!r}: allowed are block numbers parted by commas, or none") from None
 
 
+EPILOG = "Exit codes: 0 all is well; 1 wrong bytes were found; 2 a bad option, configuration or environment."
+
+
 def command(
     model: Annotated[str, typer.Option(help=f"Whose geometry: {', '.join(PRESETS)}.")] = "llama-3.1-8b",
     blocks: Annotated[
-        int, typer.Option(parser=whole_number, metavar="N", help=f"Blocks of the prompt, 1 to {MAX_BLOCKS}.")
+        int, typer.Option(parser=output.whole_number, metavar="N", help=f"Blocks of the prompt, 1 to {MAX_BLOCKS}.")
     ] = 40,
     lose: Annotated[
         str | None,
@@ -59,15 +49,15 @@ def command(
         ),
     ] = None,
     store_tp: Annotated[
-        int, typer.Option(parser=whole_number, metavar="N", help="Tensor-parallel ranks that store.")
+        int, typer.Option(parser=output.whole_number, metavar="N", help="Tensor-parallel ranks that store.")
     ] = 2,
     load_tp: Annotated[
-        int, typer.Option(parser=whole_number, metavar="N", help="Tensor-parallel ranks that load.")
+        int, typer.Option(parser=output.whole_number, metavar="N", help="Tensor-parallel ranks that load.")
     ] = 4,
     store_layout: Annotated[str, typer.Option(help=f"Their pages: {', '.join(LAYOUTS)}.")] = "nhd",
     load_layout: Annotated[str, typer.Option(help=f"Their pages: {', '.join(LAYOUTS)}.")] = "hnd",
     blocks_per_chunk: Annotated[
-        int, typer.Option(parser=whole_number, metavar="N", help="Blocks stored under one key, 1 to 256.")
+        int, typer.Option(parser=output.whole_number, metavar="N", help="Blocks stored under one key, 1 to 256.")
     ] = 1,
     root: Annotated[
         Path | None, typer.Option(help="Keep the store in this folder.", show_default="a temporary folder, removed")
@@ -78,24 +68,25 @@ def command(
 
     The bytes are random; every byte that comes back is compared with slices of the source.
     """
-    plan = Plan(
-        model=model,
-        blocks=blocks,
-        lose=(blocks * 7 // 10,) if lose is None else parse_blocks("--lose", lose),
-        store_tp=store_tp,
-        load_tp=load_tp,
-        store_layout=store_layout,
-        load_layout=load_layout,
-        blocks_per_chunk=blocks_per_chunk,
-    )
-    with _root(root) as folder:
-        report = run(plan, folder)
-    if as_json:
-        typer.echo(json.dumps(asdict(report)))
-    else:
-        demo_view.show(report, plan.geometry)
+    with output.errors(as_json):
+        plan = Plan(
+            model=model,
+            blocks=blocks,
+            lose=(blocks * 7 // 10,) if lose is None else parse_blocks("--lose", lose),
+            store_tp=store_tp,
+            load_tp=load_tp,
+            store_layout=store_layout,
+            load_layout=load_layout,
+            blocks_per_chunk=blocks_per_chunk,
+        )
+        with _root(root) as folder:
+            report = run(plan, folder)
+        if as_json:
+            output.print_json(asdict(report))
+        else:
+            demo_view.show(report, plan.geometry)
     if report.bytes_wrong:
-        raise typer.Exit(1)
+        raise typer.Exit(output.FAILED)
 
 
 @contextmanager

@@ -1,7 +1,12 @@
 """Where chunks live and who may use a slot: `Store`."""
 
+from kvxfer.store.audit import Verification, verify_root
 from kvxfer.store.entry import Entry, Reservation
 from kvxfer.store.stats import StoreStats
 from kvxfer.store.store import Store
+from kvxfer.store.survey import FINDINGS, Finding, Survey, survey_root
 
-__all__ = ["Entry", "Reservation", "Store", "StoreStats"]
+__all__ = [
+    "FINDINGS", "Entry", "Finding", "Reservation", "Store", "StoreStats", "Survey", "Verification", "survey_root",
+    "verify_root",
+]  # fmt: skip

@@ -19,7 +19,8 @@ class Allocator:
 
     def take(self, slot: SlotLayout, n: int) -> list[Reservation]:
         """Up to n slots, of which other processes know that they are taken."""
-        self._ledger.settle()
+        if self._table.has_doomed:
+            self._ledger.settle()  # their slots are free then
         n = min(n, self._index_room(slot, n))
         taken: list[Reservation] = []
         made, reclaim = self._room.widen(slot, n), True

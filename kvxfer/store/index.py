@@ -94,6 +94,7 @@ class Index:
 
     def __init__(self, directory: Path, map_bytes: int) -> None:
         self.directory = directory
+        self._data = os.path.join(directory, DATA)  # looked at often
         self.map_bytes = map_bytes
         self.max_entries = max_records(map_bytes)
         self.errors = self.conflicts = self.recoveries = 0
@@ -181,7 +182,7 @@ class Index:
             if "already open in this process" in str(exc):  # no damage: a store of this process was left open
                 raise StoreError(f"{self.directory} is open in this process already") from exc
             raise
-        self._inode = os.stat(self.directory / DATA).st_ino
+        self._inode = os.stat(self._data).st_ino
         self._position = 0
         self._broken = False
 
@@ -198,7 +199,7 @@ class Index:
 
     def _replaced(self) -> bool:
         try:
-            return os.stat(self.directory / DATA).st_ino != self._inode
+            return os.stat(self._data).st_ino != self._inode
         except OSError:
             return False  # taken away altogether: what is open still serves
 

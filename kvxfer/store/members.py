@@ -41,14 +41,15 @@ class RootLock:
         self._patient = True
 
     @classmethod
-    def open(cls, root: Path) -> RootLock:
-        """Opens the file, or makes it.
+    def open(cls, root: Path, *, only_look: bool = False) -> RootLock:
+        """Opens the file, or makes it; to look at the seats of others it is neither made nor locked.
 
         Raises:
             IOFault: it cannot be.
         """
         path = root / LOCK_FILE
-        return cls(sys_open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), path)
+        flags = os.O_RDONLY if only_look else os.O_RDWR | os.O_CREAT
+        return cls(sys_open(path, flags | os.O_NOFOLLOW), path)
 
     @contextmanager
     def held(self, timeout: float | None = None) -> Iterator[None]:

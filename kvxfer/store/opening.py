@@ -35,8 +35,6 @@ from kvxfer.store.root import (
 )
 from kvxfer.store.slab import FoundSlab, SlabFile, SlabHeader, restore_size, scan_directory
 
-_SPARE_DESCRIPTORS = 64
-
 
 @dataclass(slots=True)
 class Opened:
@@ -126,13 +124,11 @@ def _nearest(path: Path) -> Path:
 
 
 def _check_descriptors(config: StoreConfig) -> None:
-    nbytes, nfiles = config.slab_budget
-    slabs = min(nfiles, nbytes // slab_cost(config.effective_slab_bytes))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit != resource.RLIM_INFINITY and slabs + _SPARE_DESCRIPTORS > limit:
+    if limit != resource.RLIM_INFINITY and config.descriptors > limit:
         raise ConfigError(
-            f"capacity_bytes={config.capacity_bytes} with slab_bytes={config.effective_slab_bytes} means {slabs} open "
-            f"files; this process may have {limit}: raise slab_bytes, or the limit (ulimit -n)"
+            f"capacity_bytes={config.capacity_bytes} with slab_bytes={config.effective_slab_bytes} means "
+            f"{config.max_slabs} open files; this process may have {limit}: raise slab_bytes, or the limit (ulimit -n)"
         )
 
 

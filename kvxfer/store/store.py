@@ -303,6 +303,14 @@ class Store:
         self._check(closed_ok=True)
         return self._table.doom(entry, reason)
 
+    def invalidate_record(self, digest: bytes, key: bytes, slab: int, slot: int, generation: int, reason: str) -> bool:
+        """`invalidate`, also for a namespace that nobody registered; False where the key is elsewhere by now."""
+        self._check()
+        entry = self._table.find_any(digest, key)
+        if entry is None or (entry.slab.slab_id, entry.slot, entry.generation) != (slab, slot, generation):
+            return False
+        return self._table.doom(entry, reason)
+
     def locate(self, digest: bytes, key: bytes) -> tuple[Path, int, SlotLayout] | None:
         """(slab file, offset of the slot, layout), for tools and tests; it may be another's a moment later."""
         self._check()

@@ -100,6 +100,10 @@ class Table:
         table = self.served.get(digest)
         return None if table is None else table.get(key)
 
+    def find_any(self, digest: bytes, key: bytes) -> Entry | None:
+        """The entry, also of a namespace that is not served. Takes no lock."""
+        return self._all.get(digest, {}).get(key)
+
     def pin(self, digest: bytes, keys: Iterable[bytes]) -> list[Entry | None]:
         """Pins what is there: its slot keeps its bytes, and its slab stays open, until `unpin`."""
         table = self.served.get(digest)

