@@ -17,7 +17,7 @@ from kvxfer.io.system import TEMPORARY, fault, read_small, replace_file, sys_mkd
 from kvxfer.slot import ALIGNMENT
 from kvxfer.store.index import DATA, STATE
 from kvxfer.store.members import LOCK_FILE, RootLock
-from kvxfer.store.slab import SLAB_NAME
+from kvxfer.store.slab import SLAB_NAME, scan_directory
 
 FORMAT = 1
 ROOT_FILE, NAMESPACE_FILE = "kvxfer.json", "namespace.json"
@@ -99,6 +99,7 @@ def raise_weight_epoch(root: Path) -> tuple[int, int]:
         with lock.held():
             if (info := read_root(root)) is None:
                 raise ConfigError(f"{root} is no root any more")
+            scan_directory(root / SLABS, info.alignment)  # refuses another version's
             write_root(root, replace(info, weight_epoch=info.weight_epoch + 1))
     finally:
         lock.drop()

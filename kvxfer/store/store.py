@@ -37,29 +37,23 @@ from kvxfer.slot import SlotLayout
 from kvxfer.store.allocator import Allocator
 from kvxfer.store.entry import Entry, Reservation, SlotState
 from kvxfer.store.follow import Follower
+from kvxfer.store.generations import Generations
 from kvxfer.store.housekeeper import keep_house
 from kvxfer.store.index import TRANSACTION, Index
 from kvxfer.store.ledger import Ledger
 from kvxfer.store.members import RootBusy, RootLock
 from kvxfer.store.namespaces import NamespaceFiles, describe
+from kvxfer.store.open_here import refuse_twice, remember
 from kvxfer.store.opening import Opened, fill, join, lock_root, open_root
 from kvxfer.store.publisher import Publisher
 from kvxfer.store.records import EpochRow, IndexRecord, Row, gone
 from kvxfer.store.room import SlabRoom
 from kvxfer.store.root import INDEX, raise_weight_epoch, read_root, root_stamp, write_root
 from kvxfer.store.stats import Counts, StoreStats, gather
-from kvxfer.store.table import Generations, Policies, Table
+from kvxfer.store.table import Policies, Table
 
 REAP_S = 1.0  # how often they are looked for
 OPEN_TIMEOUT_S = 30.0  # another process may be scanning the root
-_OPEN: weakref.WeakSet[Store] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # The child must not keep the root locked when its parent has gone.
-    for store in list(_OPEN):
-        store._lock.drop()
-        store._index.drop()  # LMDB opens a file once in a process, and counts the parent
 
 
 class Store:
@@ -117,7 +111,7 @@ class Store:
         """
         if type(writers) is not int or writers < 1:
             raise ConfigError(f"writers={writers!r} must be an integer of at least 1")
-        _refuse_twice(config.root)
+        refuse_twice(config.root)
         lock, mode = lock_root(config)
         try:
             with lock.held(OPEN_TIMEOUT_S):
@@ -125,7 +119,7 @@ class Store:
         except BaseException:
             lock.drop()
             raise
-        _OPEN.add(store)
+        remember(store)
         if housekeeping:
             keep_house(weakref.ref(store), store._stop)
         return store
@@ -216,16 +210,7 @@ class Store:
             self._read_root()
             return self.weight_epoch
 
-    @staticmethod
-    def bump_epoch_of(root: Path) -> tuple[int, int]:
-        """`bump_epoch` without opening the store, whoever has it open: (the epoch that was, the one that is).
-
-        Raises:
-            ConfigError: there is no root.
-            FormatError, IOFault: it cannot be read or written.
-            StoreError: another process keeps the root locked.
-        """
-        return raise_weight_epoch(root)
+    bump_epoch_of = staticmethod(raise_weight_epoch)  # without opening the store, whoever has it open
 
     def _read_root(self) -> None:
         """Takes note of a weight epoch that was raised. With the root's lock."""
@@ -262,6 +247,15 @@ class Store:
                 reporter.warn("namespace", f"a namespace file cannot be written: {exc}")
             self._table.serve(digest, slot)
             return digest
+
+    def belongs_here(self, root: Path) -> bool:
+        """Whether it is this process's, of that root, and has not given it back."""
+        return self._pid == os.getpid() and not self._gone.is_set() and self.config.root.resolve() == root.resolve()
+
+    def forget(self) -> None:
+        """In the child of a fork: lets go of what the child must not keep, or close, for its parent."""
+        self._lock.drop()
+        self._index.drop()
 
     # ---- lookups -----------------------------------------------------------------------------------------
 
@@ -503,13 +497,3 @@ class Store:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _refuse_twice(root: Path) -> None:
-    """LMDB opens a file once in a process."""
-    mine = [store for store in _OPEN if store._pid == os.getpid() and not store._gone.is_set()]
-    if any(store.config.root.resolve() == root.resolve() for store in mine):
-        raise StoreError(f"{root} is open in this process already: engines can share one store")
-
-
-os.register_at_fork(after_in_child=_after_fork)

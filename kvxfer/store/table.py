@@ -7,41 +7,19 @@ The order of changes against the index is the store's business (store.py).
 
 from __future__ import annotations
 
-import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.policy import CachePolicy
 from kvxfer.slot import SlotLayout
 from kvxfer.store.entry import Entry, Lease, Reservation, SlotState, pack_chunk
+from kvxfer.store.generations import Generations
 from kvxfer.store.leases import Leases
 from kvxfer.store.records import IndexRecord, LeaseRow, Row
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
 
 Policies = Callable[[], CachePolicy[Entry]]
-_COUNTER_BITS = 32
-
-
-class Generations:
-    """Numbers that are used once: a random 32-bit epoch above a counter. `seen`: epochs that the root shows."""
-
-    def __init__(self, seen: Collection[int]) -> None:
-        self._seen = set(seen)
-        self._draw()
-
-    def _draw(self) -> None:
-        while (epoch := secrets.randbits(32)) == 0 or epoch in self._seen:
-            pass
-        self._seen.add(epoch)
-        self.epoch, self._counter = epoch, 0
-
-    def next(self) -> int:
-        """The next number. After 2^32 - 1 of them the epoch is drawn anew."""
-        if self._counter == (1 << _COUNTER_BITS) - 1:
-            self._draw()
-        self._counter += 1
-        return self.epoch << _COUNTER_BITS | self._counter
 
 
 class SlotClass:
