@@ -144,7 +144,7 @@ class ARCPolicy(CachePolicy[T]):
         return len(self._recent_ghosts) + len(self._frequent_ghosts)
 
     def insert(self, item: T) -> None:
-        """A ghost comes back as the most recent of `frequent`, an undone eviction to its order, any other to `recent`."""
+        """As the most recent: of `frequent` a ghost, of its own order an undone eviction, of `recent` any other."""
         self._named.clear()
         self._known += 1
         self._peak = max(self._peak, self._known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ OPERATIONS = st.lists(
 class Counted:
     """An entry that tells when anything looks at one."""
 
-    looks: Counter[int] = Counter()
+    looks: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, number: int) -> None:
         self.number = number
