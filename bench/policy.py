@@ -45,7 +45,7 @@ class Seen(Chunk):
         return self is other
 
     @property
-    def digest(self) -> bytes:  # type: ignore[override]
+    def digest(self) -> bytes:
         Seen.visited.add(id(self))
         return self._digest
 
@@ -157,9 +157,7 @@ def time_rows(options: Options) -> list[Row]:
 def run(table: Table, options: Options) -> None:
     """Adds the policies' rows."""
     table.note(f"policy: batches of {BATCH}; beside what is held as many pinned entries, the oldest of all")
-    missing = (
-        "vLLM is not installed" if find_spec("vllm") is None else "the bench has no driver for vLLM's policies yet"
-    )
+    missing = "vLLM is not installed" if find_spec("vllm") is None else "there is no driver for its policies yet"
     table.note(f"policy: no rows beside vLLM's own: {missing}")
     table.add(visited_rows(options))
     table.add(time_rows(options))

@@ -100,6 +100,18 @@ def test_fields_that_cannot_be_are_named(changes: dict[str, Any], message: str) 
         namespace(**changes)
 
 
+@pytest.mark.parametrize("depth", [40, 5000])
+def test_values_within_values_end_somewhere(depth: int) -> None:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    itself: dict[str, Any] = {}
+    itself["a"] = itself
+    for extra in ({"x": value}, itself):
+        with pytest.raises(ConfigError, match="field extra.* is nested more than 32 deep"):
+            namespace(extra=extra)
+
+
 def test_fields_are_copied() -> None:
     group = {"num_layers": 2}
     space = namespace(geometry=[group])
@@ -127,6 +139,8 @@ def test_a_key_is_the_hash_and_the_group() -> None:
     [
         lambda: make_offload_key(b"", 0), lambda: make_offload_key(b"x" * 61, 0), lambda: make_offload_key(b"x", -1),
         lambda: make_offload_key(b"x", 1 << 32), lambda: check_key(b""), lambda: check_key(b"x" * 65),
+        lambda: make_offload_key(5, 0), lambda: make_offload_key("x", 0), lambda: make_offload_key(b"x", 0.0),
+        lambda: make_offload_key(b"x", True),
     ],
 )  # fmt: skip
 def test_keys_that_cannot_be_are_refused(call: Any) -> None:
