@@ -151,6 +151,7 @@ def run(root: Path, steps: Sequence[Step], variant: Variant) -> Run:
                 memory = hashlib.sha256(b"".join(t.tobytes() for pages in node.target for t in pages.tensors))
                 answers.append(Answer(list(result.bitmap), memory.hexdigest(), arrived))
             assert node.store.stats().pinned_entries == 0
+        assert node.store.maintain()  # slots of chunks that were found damaged are free from here on
         stats = node.store.stats()
         return Run(answers, stats.entries + stats.free_slots, evicted + sum(stats.evictions.values()))
     finally:
