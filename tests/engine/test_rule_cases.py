@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,20 @@ def test_storage_that_moves_64_kib_a_call(tmp_root: Path, direct: str) -> None:
                 assert engine.wait([1], 20)[1].bitmap.all()
         assert all(rule.hits >= 10 * 4 for rule in rules)
     assert np.array_equal(rows, back)
+
+
+# ---- R10
+
+
+def test_a_disk_that_makes_no_slab_is_not_asked_at_every_step(node: Node) -> None:
+    with FaultyIO() as io:
+        rule = io.fail("fallocate", errno.EIO)
+        start = time.monotonic()
+        for chunk in ALL * 5:
+            result = node.put([chunk])
+            assert [error.status for error in result.errors] == [Status.NO_SPACE]
+        assert 1 <= rule.hits <= 1 + (time.monotonic() - start), "once a second at most"
+        assert node.store.stats().refused_reservations == 60
 
 
 # ---- R12
