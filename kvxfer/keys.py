@@ -135,7 +135,8 @@ class Namespace:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"namespace field {name}={value!r} must be an integer of at least 1")
-        if isinstance(self.geometry, str | Mapping) or not all(isinstance(group, Mapping) for group in self.geometry):
+        groups = self.geometry
+        if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
             raise ConfigError("namespace field geometry must be a sequence of mappings, one for each KV-cache group")
         if not self.geometry:
             raise ConfigError("namespace field geometry names no KV-cache group")

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,6 +88,7 @@ def test_moving_a_character_between_fields_changes_the_digest() -> None:
         ({"blocks_per_chunk": 0}, "blocks_per_chunk=0 must be an integer of at least 1"),
         ({"form_version": True}, "form_version=True"),
         ({"geometry": []}, "names no KV-cache group"),
+        ({"geometry": np.array([])}, "geometry must be a sequence"),
         ({"geometry": {"num_layers": 2}}, "must be a sequence of mappings"),
         ({"geometry": [{"x": b"raw"}]}, r"geometry\[0\].x=b'raw' must be made of"),
         ({"geometry": [{"x": float("nan")}]}, r"geometry\[0\].x=nan"),

@@ -181,7 +181,9 @@ def test_converters(data: st.DataObject) -> None:
 @many
 @given(st.lists(VALUES, min_size=3, max_size=3) | VALUES, st.just(NUM_BLOCKS) | VALUES)
 def test_pages(tensors: Any, num_blocks: Any) -> None:
-    assert refused(lambda: KVPages(PAGES.mapping, tensors, num_blocks))
+    assert refused(lambda: KVPages(PAGES.mapping, tensors, NUM_BLOCKS))
+    if not refused(lambda: KVPages(PAGES.mapping, PAGES.tensors, num_blocks)):
+        assert 1 <= int(num_blocks) <= NUM_BLOCKS
 
 
 # ---- geometries, layouts, namespaces
@@ -226,7 +228,7 @@ def test_geometries_and_layouts(data: st.DataObject) -> None:
         )
 
     if not refused(mapping):
-        assert made["mapping"].part_bytes * made["shard"].pp_size * 1 > 0
+        assert made["mapping"].part_bytes > 0
 
 
 @many
@@ -235,7 +237,7 @@ def test_rows(row_bytes: Any, row_stride: Any) -> None:
     if isinstance(row_bytes, int) and row_bytes > 1 << 40:
         return  # a row of a TiB needs a table of millions of segments
     if not refused(lambda: row_mapping(row_bytes, row_stride=row_stride)):
-        assert type(row_bytes) in (int, bool)
+        assert int(row_bytes) > 0
 
 
 @many
