@@ -82,6 +82,7 @@ class Lists:
         (self.t1 if x in self.b1 else self.t2).append(x)
         self.b1 = [y for y in self.b1 if y != x]
         self.b2 = [y for y in self.b2 if y != x]
+        self.peak = max(self.peak, len(self.known()))
         self.forget()
 
     def forget(self) -> None:
