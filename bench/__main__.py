@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         f"(default: the working directory). {MEMORY_DIRECTORY} comes after them, where there is room",
     )
     out.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine's facts there too")
-    out.add_argument("--quick", action="store_true", help="fewer cases and rounds: under a minute")
+    out.add_argument("--quick", action="store_true", help="fewer cases and rounds: about a minute")
     out.add_argument("--only", choices=tuple(ROOMS), help="the rows of one part")
     out.add_argument(
         "--threads",
