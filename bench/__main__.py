@@ -9,13 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench import converter, engine
+from bench import converter, engine, lookup, policy, resident
 from bench.options import MIB, Options
 from bench.table import Table, exit_status, machine_facts
 from kvxfer.errors import KvxferError
 
 MEMORY_DIRECTORY = Path("/dev/shm")
 QUICK_RUNS, FULL_RUNS = 5, 15
+ROOMS = {
+    "converter": converter.run,
+    "engine": engine.run,
+    "policy": policy.run,
+    "lookup": lookup.run,
+    "resident": resident.run,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
         f"(default: the working directory). {MEMORY_DIRECTORY} comes after them, where there is room",
     )
     out.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine's facts there too")
-    out.add_argument("--quick", action="store_true", help="fewer cases and rounds: under a minute")
-    out.add_argument("--only", choices=("converter", "engine"), help="one half of the rows")
+    out.add_argument("--quick", action="store_true", help="fewer cases and rounds: about a minute")
+    out.add_argument("--only", choices=tuple(ROOMS), help="the rows of one part")
     out.add_argument(
         "--threads",
         type=_positive,
@@ -58,7 +65,9 @@ def options_of(args: argparse.Namespace) -> Options:
     directories = args.dir or [Path.cwd()]
     if MEMORY_DIRECTORY.is_dir() and MEMORY_DIRECTORY not in directories:
         directories = [*directories, MEMORY_DIRECTORY]
-    lighter: dict[str, Any] = {"budget_s": 1.5, "engine_bytes": 64 * MIB, "tp_sizes": (1, 4)} if args.quick else {}
+    lighter: dict[str, Any] = {}
+    if args.quick:
+        lighter = {"budget_s": 1.5, "engine_bytes": 64 * MIB, "tp_sizes": (1, 4), "keys": 100_000, "jobs": 1000}
     return Options(
         only=args.only,
         dirs=tuple(directories),
@@ -81,7 +90,7 @@ def run(options: Options, out: TextIO | None = sys.stdout) -> Table:
     }
     facts = machine_facts() | {"settings": ", ".join(f"{name}={value}" for name, value in settings.items())}
     table = Table(facts, out)
-    for name, room in (("converter", converter.run), ("engine", engine.run)):
+    for name, room in ROOMS.items():
         if options.only in (None, name):
             room(table, options)
     table.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +34,14 @@ class Setup:
     tp: int
     everyone: bool
     layout: str
+    small_only: bool = False  # rows against torch alone: the bars beside memcpy are for the pages of the model
 
     @property
     def name(self) -> str:
         """For the table."""
         whose = "all ranks" if self.everyone else "one rank"
-        return f"tp{self.tp} {self.layout} {whose if self.tp > 1 else ''}".rstrip()
+        whose = f" {whose}" if self.tp > 1 else ""
+        return f"tp{self.tp} {self.layout}{whose}"
 
     @property
     def shards(self) -> list[ShardSpec]:
@@ -78,6 +80,7 @@ class Workload:
         self.sums: NDArray[np.uint64] = np.zeros((num_blocks, slot.num_segments), np.uint64)
         self.my_sums = self.sums[:, held.start : held.stop]
         self.copy = allocate(self.nbytes)
+        self.small_only = setup.small_only
         self.torch = None
         if has_torch() and self.fragment <= SMALL_FRAGMENT:
             self.torch = TorchIndexing(self.pools, segments)
@@ -162,20 +165,27 @@ def setups(options: Options) -> Iterator[Setup]:
             yield Setup(geometry, tp, False, layout)
             if tp > 1 and not options.quick:
                 yield Setup(geometry, tp, True, layout)
+    if has_torch():
+        for head_bytes in options.head_sizes:
+            # As many bytes a token as the model's, in fewer heads.
+            heads = max(1, geometry.num_kv_heads * geometry.head_bytes // head_bytes)
+            larger = replace(geometry, head_dim=head_bytes // geometry.itemsize, num_kv_heads=heads)
+            yield Setup(larger, 1, False, "nhd", small_only=True)
 
 
 def cases(work: Workload, threads: int) -> Iterator[tuple[str, str, Sequence[Impl]]]:
     """(direction, suffix of the case's name, implementations)."""
     for direction in ("gather", "scatter"):
-        yield (
-            direction,
-            "",
-            [
-                work.memcpy(threads),
-                work.kvxfer(direction, threads, summed=False, bar=BAR_COPY),
-                work.kvxfer(direction, threads, summed=True, bar=BAR_SUMMED),
-            ],
-        )
+        if not work.small_only:
+            yield (
+                direction,
+                "",
+                [
+                    work.memcpy(threads),
+                    work.kvxfer(direction, threads, summed=False, bar=BAR_COPY),
+                    work.kvxfer(direction, threads, summed=True, bar=BAR_SUMMED),
+                ],
+            )
         if work.torch is not None:
             yield (
                 direction,

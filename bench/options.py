@@ -16,8 +16,8 @@ MIB = 1 << 20
 class Options:
     """Sizes in bytes."""
 
-    only: str | None = None  # converter | engine
-    dirs: tuple[Path, ...] = ()  # where the engine's rows are measured
+    only: str | None = None  # converter | engine | policy | lookup | resident
+    dirs: tuple[Path, ...] = ()  # where the engine's rows are measured; the last one is for what no disk matters to
     quick: bool = False  # fewer cases and rounds
     runs: int = 15  # timed rounds of a case
     budget_s: float = 5.0  # seconds after which a case begins no further round, once it has three
@@ -29,3 +29,7 @@ class Options:
     engine_bytes: int = 128 * MIB  # that one store or load moves
     engine: Mapping[str, Any] = field(default_factory=dict)  # further fields of EngineConfig
     row_sizes: tuple[int, ...] | None = None  # of host rows; None: the project's three
+    head_sizes: tuple[int, ...] = (512, 1024)  # of further pages, in whose NHD order a head's token is one piece
+    entries: tuple[int, int] = (10_000, 1_000_000)  # held by a policy: few, and many
+    keys: int = 1_000_000  # in the index that is looked up
+    jobs: int = 10_000  # stores, and as many loads, of the resident set's rows

@@ -1,7 +1,8 @@
 """Rows of the bench: implementations of one case, timed in turns on checked bytes, beside the bars of the project.
 
 A ratio is the median, over the rounds, of the first implementation's time in a round by this one's in the same round:
-a machine that is slow for a while is slow for both. A wrong answer gets no speed.
+a machine that is slow for a while is slow for both. A wrong answer gets no speed. What is counted, or measured
+otherwise than beside a peer, is a figure with a bar that it must not exceed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import kvxfer
 from kvxfer import _native
 from kvxfer.errors import KvxferError
 
-__all__ = ["Impl", "Row", "Table", "exit_status", "machine_facts", "measure"]
+__all__ = ["Impl", "Row", "Table", "exit_status", "figure", "machine_facts", "measure"]
 
 OK, WRONG = "ok", "WRONG"
 LEAST_RUNS = 3
@@ -64,14 +65,18 @@ class Row:
     met: bool | None = None  # the bar; None where there is none, or nothing to compare with
     nbytes: int = 0  # payload of one run
     runs: int = 0
+    figure: float | None = None  # of rows that are no times: what was found, in `unit`
+    unit: str = ""
+    most: float | None = None  # its bar
 
     def verdict(self) -> str:
         """The last column."""
         if self.ok == WRONG:
             return self.why
-        if self.bar is None:
+        if self.bar is None and self.most is None:
             return ""
-        return f"{'?' if self.met is None else 'met' if self.met else 'short'} >= {self.bar:.2f}"
+        word = "?" if self.met is None else "met" if self.met else "short"
+        return f"{word} >= {self.bar:.2f}" if self.bar is not None else f"{word} <= {self.most:.2f}"
 
 
 def measure(case: str, impls: Sequence[Impl], *, nbytes: int, runs: int, budget_s: float = math.inf) -> list[Row]:
@@ -149,6 +154,22 @@ def _row(
     )
 
 
+def figure(
+    case: str, impl: str, found: float, unit: str, *, most: float | None = None, why: str | None = None, runs: int = 1
+) -> Row:
+    """The row of something counted, or measured by itself.
+
+    Args:
+        most: what it may be at most.
+        why: what was wrong with the answers that came with it: then there is no figure.
+        runs: of which it is the median.
+    """
+    if why is not None:
+        return Row(case=case, impl=impl, ok=WRONG, why=why, unit=unit, most=most)
+    met = None if most is None else found <= most
+    return Row(case=case, impl=impl, ok=OK, figure=found, unit=unit, most=most, met=met, runs=runs)
+
+
 def exit_status(rows: Iterable[Row]) -> int:
     """1 where any answer was wrong. A bar that is missed is a fact and no failure: machines are noisy."""
     return int(any(row.ok == WRONG for row in rows))
@@ -194,16 +215,20 @@ class Table:
             if row.p50_ms is not None and row.p90_ms is not None and row.GBps is not None:
                 ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
                 numbers = f"{row.p50_ms:>9.3f} {row.p90_ms:>9.3f} {row.GBps:>7.2f} {ratio:>8}"
+            elif row.figure is not None:
+                numbers = f"{f'{row.figure:.3f} {row.unit}':>36}"
             self._print(f"{row.case:<{case}} {row.impl:<{impl}} {row.ok:<5} {numbers}  {row.verdict()}".rstrip())
 
     def close(self) -> None:
         """The last lines: which bars are short."""
-        barred = [row for row in self.rows if row.bar is not None]
+        barred = [row for row in self.rows if row.bar is not None or row.most is not None]
         wrong = sum(row.ok == WRONG for row in self.rows)
         self._print(f"\n{sum(row.met is True for row in barred)} of {len(barred)} bars met, {wrong} wrong answers")
         for row in barred:
             if row.met is False:
-                self._print(f"  short: {row.case}, {row.impl}: {row.ratio:.2f} of {row.bar:.2f}")
+                found = row.ratio if row.bar is not None else row.figure
+                bar = row.bar if row.bar is not None else row.most
+                self._print(f"  short: {row.case}, {row.impl}: {found:.2f} of {bar:.2f}")
 
     def as_json(self) -> dict[str, Any]:
         """Everything: {"facts", "notes", "rows"}."""

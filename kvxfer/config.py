@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -69,6 +70,12 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.root, str | Path) or not str(self.root):
             raise ConfigError(f"root={self.root!r} must be the path of a directory")
+        try:
+            sound = b"\0" not in os.fsencode(self.root)
+        except UnicodeEncodeError:
+            sound = False
+        if not sound:
+            raise ConfigError(f"root={self.root!r} cannot be a path on this system")
         object.__setattr__(self, "root", Path(self.root))
         _check_integers(self, _LEAST_CAPACITY, "capacity_bytes")
         _check_integers(self, _SMALL_FILES + 2, "max_files")

@@ -21,6 +21,7 @@ OffloadKey = NewType("OffloadKey", bytes)
 _GROUP_BYTES = 4
 _MAX_HEADER = 100 << 20  # the largest header that safetensors itself reads
 _DOMAIN = b"kvxfer namespace 1\0"
+_MAX_DEPTH = 32  # of values within values
 
 
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
@@ -29,8 +30,10 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     Raises:
         KvxferError: the key would not have 1..64 bytes, or the group is not an unsigned 32-bit number.
     """
-    if not 0 <= group_idx < 1 << (8 * _GROUP_BYTES):
-        raise KvxferError(f"group_idx={group_idx} must be 0..{(1 << (8 * _GROUP_BYTES)) - 1}")
+    if not isinstance(block_hash, bytes | bytearray | memoryview):  # bytes(5) would be five zeros
+        raise KvxferError(f"block_hash={block_hash!r} must be bytes")
+    if type(group_idx) is not int or not 0 <= group_idx < 1 << (8 * _GROUP_BYTES):
+        raise KvxferError(f"group_idx={group_idx!r} must be an integer in 0..{(1 << (8 * _GROUP_BYTES)) - 1}")
     if not block_hash:
         raise KvxferError("block_hash is empty")
     return check_key(bytes(block_hash) + group_idx.to_bytes(_GROUP_BYTES, "big"))
@@ -47,12 +50,14 @@ def check_key(key: bytes) -> OffloadKey:
     return OffloadKey(key)
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """A deep copy of a JSON-able value.
 
     Raises:
-        ConfigError: it holds something that JSON cannot give back as it was.
+        ConfigError: it holds something that JSON cannot give back as it was, or itself.
     """
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"namespace field {where.partition('.')[0]} is nested more than {_MAX_DEPTH} deep")
     if value is None or isinstance(value, bool) or type(value) is int:
         return value
     if type(value) is float and math.isfinite(value):
@@ -66,9 +71,9 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise ConfigError(f"namespace field {where} has keys that are not text: {sorted(map(repr, value))}")
-        return {_plain(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {_plain(key, where): _plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise ConfigError(f"namespace field {where}={value!r} must be made of None, bool, int, float, str, list and dict")
 
 
@@ -130,7 +135,8 @@ class Namespace:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"namespace field {name}={value!r} must be an integer of at least 1")
-        if isinstance(self.geometry, str | Mapping) or not all(isinstance(group, Mapping) for group in self.geometry):
+        groups = self.geometry
+        if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
             raise ConfigError("namespace field geometry must be a sequence of mappings, one for each KV-cache group")
         if not self.geometry:
             raise ConfigError("namespace field geometry names no KV-cache group")

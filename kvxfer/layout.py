@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from types import MappingProxyType
 
 import numpy as np
@@ -425,7 +426,8 @@ def row_mapping(row_bytes: int, *, row_stride: int | None = None, alignment: int
     Raises:
         LayoutError: rows without bytes, or that overlap.
     """
-    stride = row_bytes if row_stride is None else row_stride
+    row_bytes = index(row_bytes)
+    stride = row_bytes if row_stride is None else index(row_stride)
     if not 0 < row_bytes <= stride < MAX_BYTES:
         raise LayoutError(f"row_bytes={row_bytes} and row_stride={stride}: want 0 < row_bytes <= row_stride")
     count = -(-row_bytes // ROW_SEGMENT_BYTES)

@@ -109,7 +109,10 @@ def block_table(block_ids: ArrayLike, num_keys: int, blocks_per_chunk: int, num_
     Raises:
         LayoutError: another shape or type, or an id that is neither -1 nor in 0..num_blocks - 1.
     """
-    raw = np.asarray(block_ids)
+    try:
+        raw = np.asarray(block_ids)
+    except ValueError as exc:  # rows of several lengths
+        raise LayoutError(f"block_ids are no table: {exc}") from None
     if raw.size and not np.issubdtype(raw.dtype, np.integer):
         raise LayoutError(f"block_ids are {raw.dtype}, want integers")
     if raw.shape not in ((num_keys, blocks_per_chunk), (num_keys * blocks_per_chunk,)):

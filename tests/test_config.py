@@ -31,6 +31,9 @@ def test_a_missing_root_is_named() -> None:
     [
         ({"root": ""}, "root=''"),
         ({"root": 3}, "root=3"),
+        ({"root": "a\0b"}, "root='a.*b' cannot be a path"),
+        ({"root": Path("a\0b")}, "cannot be a path"),
+        ({"root": "\ud800"}, "cannot be a path"),
         ({"capacity_bytes": 1 << 21}, "capacity_bytes=2097152 must be an integer of at least 4194304"),
         ({"capacity_bytes": 1e12}, "capacity_bytes=1000000000000.0 must be an integer"),
         ({"capacity_bytes": True}, "capacity_bytes=True"),

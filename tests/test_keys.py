@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,6 +88,7 @@ def test_moving_a_character_between_fields_changes_the_digest() -> None:
         ({"blocks_per_chunk": 0}, "blocks_per_chunk=0 must be an integer of at least 1"),
         ({"form_version": True}, "form_version=True"),
         ({"geometry": []}, "names no KV-cache group"),
+        ({"geometry": np.array([])}, "geometry must be a sequence"),
         ({"geometry": {"num_layers": 2}}, "must be a sequence of mappings"),
         ({"geometry": [{"x": b"raw"}]}, r"geometry\[0\].x=b'raw' must be made of"),
         ({"geometry": [{"x": float("nan")}]}, r"geometry\[0\].x=nan"),
@@ -98,6 +100,18 @@ def test_moving_a_character_between_fields_changes_the_digest() -> None:
 def test_fields_that_cannot_be_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         namespace(**changes)
+
+
+@pytest.mark.parametrize("depth", [40, 5000])
+def test_values_within_values_end_somewhere(depth: int) -> None:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    itself: dict[str, Any] = {}
+    itself["a"] = itself
+    for extra in ({"x": value}, itself):
+        with pytest.raises(ConfigError, match="field extra.* is nested more than 32 deep"):
+            namespace(extra=extra)
 
 
 def test_fields_are_copied() -> None:
@@ -127,6 +141,8 @@ def test_a_key_is_the_hash_and_the_group() -> None:
     [
         lambda: make_offload_key(b"", 0), lambda: make_offload_key(b"x" * 61, 0), lambda: make_offload_key(b"x", -1),
         lambda: make_offload_key(b"x", 1 << 32), lambda: check_key(b""), lambda: check_key(b"x" * 65),
+        lambda: make_offload_key(5, 0), lambda: make_offload_key("x", 0), lambda: make_offload_key(b"x", 0.0),
+        lambda: make_offload_key(b"x", True),
     ],
 )  # fmt: skip
 def test_keys_that_cannot_be_are_refused(call: Any) -> None:

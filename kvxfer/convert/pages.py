@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
@@ -36,6 +37,7 @@ class KVPages:
     def __init__(self, mapping: CanonicalMapping, tensors: Sequence[Any], num_blocks: int) -> None:
         if len(tensors) != mapping.num_tensors:
             raise LayoutError(f"{len(tensors)} tensors were given, the mapping has {mapping.num_tensors}")
+        num_blocks = operator.index(num_blocks)
         if num_blocks < 1:
             raise LayoutError(f"num_blocks={num_blocks} must be at least 1")
         addresses: list[int] = []

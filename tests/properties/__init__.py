@@ -1,0 +1,1 @@
+"""One property for each invariant, over inputs that nobody thought of."""
