@@ -12,7 +12,7 @@ from kvxfer.report import reporter
 if TYPE_CHECKING:
     from kvxfer.store.store import Store
 
-REFRESH_S = 0.03  # how often it looks
+REFRESH_S = 0.02  # how often it looks
 
 
 def keep_house(known: weakref.ref[Store], stop: threading.Event) -> None:

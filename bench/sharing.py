@@ -1,0 +1,80 @@
+"""The row of several processes: how long it takes until one finds what another has stored."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.lookup import SLOT, key_of, namespace
+from bench.options import Options
+from bench.table import Table, figure
+from kvxfer.config import StoreConfig
+from kvxfer.store import Store
+
+__all__ = ["run"]
+
+MOST_MS = 100.0
+PATIENCE_S = 30.0
+_WATCHER = """
+import sys, time
+from pathlib import Path
+from bench import sharing
+sharing.watch(Path(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+def config(root: Path) -> StoreConfig:
+    """Of the root that both processes open."""
+    return StoreConfig(root=root, capacity_bytes=32 << 20)
+
+
+def watch(root: Path, rounds: int) -> None:
+    """The other process: says when it found each key, by the clock that all processes share."""
+    with Store.open(config(root)) as store:
+        digest = store.register(namespace(), SLOT)
+        print("ready", flush=True)
+        for n in range(rounds):
+            end = time.monotonic() + PATIENCE_S
+            while not store.contains(digest, key_of(n)):
+                if time.monotonic() > end:
+                    sys.exit(f"key {n} was never found")
+                time.sleep(0.0005)
+            print(time.monotonic(), flush=True)
+
+
+def run(table: Table, options: Options) -> None:
+    """Adds the rows."""
+    rounds = 10 * options.runs
+    delays: list[float] = []
+    why = None
+    with tempfile.TemporaryDirectory(prefix="kvxfer-bench-", dir=options.dirs[-1]) as folder:
+        root = Path(folder) / "root"
+        with Store.open(config(root)) as store:
+            digest = store.register(namespace(), SLOT)
+            child = subprocess.Popen(
+                [sys.executable, "-c", _WATCHER, str(root), str(rounds)],
+                stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1],
+            )  # fmt: skip
+            with child:
+                assert child.stdout is not None
+                child.stdout.readline()
+                for n in range(rounds):
+                    (slot,) = store.reserve(digest, SLOT, 1)
+                    if store.commit(digest, [(key_of(n), slot, 1)]) != [True]:
+                        why = "a key was not stored"
+                        break
+                    stored = time.monotonic()
+                    if not (line := child.stdout.readline()):
+                        why = "the other process did not find a key"
+                        break
+                    delays.append((float(line) - stored) * 1e3)
+                child.stdout.close()
+    case = "stored here, found by another process"
+    found = statistics.median(delays) if delays else 0.0
+    table.note("sharing: from the commit's return to the first lookup of another process that finds the key")
+    table.add([figure(case, "median", found, "ms", most=MOST_MS, why=why, runs=len(delays))])
+    table.add([figure(case, "longest", max(delays, default=0.0), "ms", most=MOST_MS, why=why, runs=len(delays))])
