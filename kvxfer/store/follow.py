@@ -34,7 +34,8 @@ from kvxfer.store.records import (
 from kvxfer.store.room import SlabRoom
 from kvxfer.store.table import Table
 
-_KINDS = (SlabRow, MemberRow, IndexRecord, LeaseRow)  # a row may name one of an earlier kind
+# A row may name one of an earlier kind; where an entry and a lease name one slot, the chunk was committed.
+_KINDS = (SlabRow, MemberRow, LeaseRow, IndexRecord)
 
 
 class Follower:
@@ -60,14 +61,14 @@ class Follower:
     def reload(self, rows: list[Row]) -> None:
         """Makes everything as these rows, which are all there are, say."""
         rows.sort(key=self._order)
-        kept = {_name(row) for row in rows}
+        kept = {(type(name), name) for name in map(_name, rows)}  # a named tuple is equal to one of another kind
         stale: list[Name] = [SlabName(slab_id) for slab_id in self._room.rows]
         stale += [MemberName(seat) for seat in self.members]
         with self._table.lock:
             stale += [EntryName(entry.digest, entry.key) for entry in self._table.living()]
             stale += [LeaseName(*name) for name in self._table.foreign]
             stale += [LeaseName(self._table.epoch, number) for number in self._table.leases]
-        self._apply([name for name in stale if name not in kept])
+        self._apply([name for name in stale if (type(name), name) not in kept])
         self._apply(rows)
         if self.members.get(self.me.seat) != self.me and self._index.apply([], [], [item(self.me)]):
             self._apply([self.me])
@@ -100,11 +101,12 @@ class Follower:
         except IOFault as exc:
             self._index.failed("looking for processes", exc)
             return
-        if not dead:
-            return
-        epochs = {row.epoch for row in dead}
-        leases = [row for row in self._table.foreign.values() if row.epoch in epochs]
+        # Not only those of the dead: a row in the seat of one may be another's by now.
+        epochs = {row.epoch for row in self.members.values()} - {row.epoch for row in dead}
+        leases = [row for row in self._table.foreign.values() if row.epoch not in epochs]
         over: list[Row] = [*dead, *leases]
+        if not over:
+            return
         items = [gone(row) for row in over]
         if self._index.apply([], [], items):
             self._apply([_parsed(change) for change in items])
