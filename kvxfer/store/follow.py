@@ -54,9 +54,18 @@ class Follower:
                 self.reload(self._index.everything())
             elif changed:
                 self._apply([_parsed(change) for change in changed])
+            self._sign()
         except (lmdb.Error, OSError) as exc:
             self._index.failed("catching up", exc)
+        except BaseException:
+            self._index.forget_position()
+            raise
         self._room.finish()
+
+    def _sign(self) -> None:
+        """Tells others that this process is there, as long as the index does not say it."""
+        if self.members.get(self.me.seat) != self.me and self._index.add_epoch(self.me.epoch, [item(self.me)]):
+            self._apply([self.me])
 
     def reload(self, rows: list[Row]) -> None:
         """Makes everything as these rows, which are all there are, say."""
@@ -70,8 +79,7 @@ class Follower:
             stale += [LeaseName(self._table.epoch, number) for number in self._table.leases]
         self._apply([name for name in stale if (type(name), name) not in kept])
         self._apply(rows)
-        if self.members.get(self.me.seat) != self.me and self._index.apply([], [], [item(self.me)]):
-            self._apply([self.me])
+        self._sign()
 
     def _order(self, row: Row) -> tuple[int, int, int]:
         """Kinds after each other; entries as they were stored, as far as that is known."""

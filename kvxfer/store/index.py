@@ -9,10 +9,12 @@ root (members.py), so that no reader that was stopped keeps pages from being use
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,15 @@ from typing import Any, NamedTuple
 import lmdb
 
 from kvxfer.errors import IOFault, StoreError
-from kvxfer.io.system import read_small, replace_file, sync_directory, sys_mkdir, sys_unlink
+from kvxfer.io.system import (
+    TEMPORARY,
+    read_small,
+    replace_file,
+    sync_directory,
+    sys_mkdir,
+    sys_rename,
+    sys_unlink,
+)
 from kvxfer.report import reporter
 from kvxfer.store import changes
 from kvxfer.store.records import (
@@ -66,6 +76,14 @@ _BROKEN = tuple(
 )  # fmt: skip
 
 
+class _File(Enum):
+    """What became of the file that is open."""
+
+    SAME = "same"
+    ANOTHER = "another process has written it anew"
+    LOST = "taken away, or shorter than it was"
+
+
 class Loaded(NamedTuple):
     """What an index held: records, and used epochs with the order of their use."""
 
@@ -102,7 +120,7 @@ class Index:
         self.living: Callable[[], Iterable[Row]] = tuple  # all rows but epochs: what it is written anew from
         self.shared = False  # other processes have it open: they are to hear of every change
         self._env: Any = None
-        self._inode = 0
+        self._inode = self._size = 0
         self._position = 0  # the last transaction that this process knows of
         self._broken = False
         self._marked = False  # state.json says no more that the index is whole: it may be written
@@ -139,6 +157,10 @@ class Index:
             return f"state.json is of format {format_!r}, state {mark!r}"
         if mark == "open" and (not boot or boot != boot_id()):
             return "the machine went down while the index was open"
+        return self._damage()
+
+    def _damage(self) -> str:
+        """What is wrong with the pages; empty if nothing is. LMDB itself believes them, and a process dies of that."""
         if lmdb_verify is None:
             return "this lmdb has no verifier (lmdb >= 3 has)"
         try:
@@ -148,7 +170,8 @@ class Index:
         return f"damaged: {problems[0]}" if problems else ""
 
     def _read_all(self) -> Loaded:
-        rows = self.join()
+        self._reopen()
+        rows = self.everything()
         records = [row for row in rows if isinstance(row, IndexRecord)]
         return Loaded(records, {row.epoch: row.order for row in rows if isinstance(row, EpochRow)})
 
@@ -156,10 +179,15 @@ class Index:
         """Opens the index that other processes have open, and reads it.
 
         Raises:
-            lmdb.Error, OSError: it cannot be read.
+            lmdb.Error, OSError: it cannot be read, or is damaged.
         """
-        self._reopen()
+        self._open_checked()
         return self.everything()
+
+    def _open_checked(self) -> None:
+        if problem := self._damage():
+            raise lmdb.CorruptedError(problem)
+        self._reopen()
 
     def everything(self) -> list[Row]:
         """All rows; from here on `changes` tells what was changed later."""
@@ -170,18 +198,20 @@ class Index:
         self._epochs = {row.epoch: row.order for row in rows if isinstance(row, EpochRow)}
         return rows
 
-    def _reopen(self) -> None:
+    def _reopen(self, name: str = DATA) -> None:
         self.drop()
+        path = self.directory / name
         try:
             self._env = lmdb.open(
-                str(self.directory), map_size=self.map_bytes, subdir=True, mode=0o600, create=True, sync=False,
+                str(path), map_size=self.map_bytes, subdir=False, mode=0o600, create=True, sync=False,
                 metasync=False, writemap=False, lock=False, max_dbs=0,
             )  # fmt: skip
         except lmdb.Error as exc:
             if "already open in this process" in str(exc):  # no damage: a store of this process was left open
                 raise StoreError(f"{self.directory} is open in this process already") from exc
             raise
-        self._inode = os.stat(self.directory / DATA).st_ino
+        status = os.stat(path)
+        self._inode, self._size = status.st_ino, status.st_size
         self._position = 0
         self._broken = False
 
@@ -192,15 +222,22 @@ class Index:
         if self._env is None or self._broken:
             return False
         try:
-            return self._replaced() or self._env.info()["last_txnid"] != self._position
+            return self._look() is not _File.SAME or self._env.info()["last_txnid"] != self._position
         except lmdb.Error:
             return True
 
-    def _replaced(self) -> bool:
+    def _look(self) -> _File:
+        """Whether the file is the one that is open. Pages that it does not have any more must not be touched."""
         try:
-            return os.stat(self.directory / DATA).st_ino != self._inode
+            status = os.stat(self.directory / DATA)
         except OSError:
-            return False  # taken away altogether: what is open still serves
+            return _File.LOST
+        if status.st_ino != self._inode:
+            return _File.ANOTHER
+        if status.st_size < self._size:
+            return _File.LOST
+        self._size = status.st_size
+        return _File.SAME
 
     def changes(self) -> list[Item] | None:
         """What others changed since the last look, in order; None where only `everything` can tell.
@@ -208,23 +245,32 @@ class Index:
         Raises:
             lmdb.Error, OSError: it cannot be read. It will be written anew from memory.
         """
-        if self._env is None or self._broken:
-            return []
+        found: list[Item] | None = []
         try:
-            if self._replaced():
-                self._reopen()
+            now = self._look()
+            # What broke here may be whole: others go on with it, and what they did must not be written over.
+            again = self.shared and self._broken and time.monotonic() >= self._next_recovery
+            if now is _File.ANOTHER or (now is _File.SAME and again):
+                self._open_checked()
                 return None
-            if self._env.info()["last_txnid"] == self._position:
+            if self._env is None or self._broken:
                 return []
-            with self._env.begin() as txn:
-                found = changes.since(txn, self._position)
-                self._position = txn.id()
+            if now is _File.LOST:
+                raise OSError(errno.ENOENT, f"{DATA} was taken away or cut short")
+            if self._env.info()["last_txnid"] != self._position:
+                with self._env.begin() as txn:
+                    if (found := changes.since(txn, self._position)) is not None:
+                        self._position = txn.id()
         except (lmdb.Error, OSError):
             self._broken = True
             raise
         for name, value in found or ():
             self._note_epoch(name, value)
         return found
+
+    def forget_position(self) -> None:
+        """What was heard could not be used: the next `changes` asks for everything."""
+        self._position = 0
 
     def _note_epoch(self, name: bytes, value: bytes | None) -> None:
         match parse_name(name):
@@ -326,15 +372,15 @@ class Index:
                 txn.put(name, value_or_none)
         return conflicts, done
 
-    def add_epoch(self, epoch: int) -> bool:
-        """Remembers that generations of `epoch` may exist, until 65,536 later ones were used."""
+    def add_epoch(self, epoch: int, rows: Sequence[Item] = ()) -> bool:
+        """Remembers that generations of `epoch` may exist, until 65,536 later ones were used; writes `rows` with it."""
         row = EpochRow(epoch, max(self._epochs.values(), default=0) + 1)
         self._epochs[epoch] = row.order
         forgotten: list[Item] = []
         if len(self._epochs) > _MAX_EPOCHS:
             oldest = sorted(self._epochs, key=lambda known: self._epochs[known])[: len(self._epochs) // 2]
             forgotten = [gone(EpochRow(old, self._epochs.pop(old))) for old in oldest]
-        return self.apply([], [], [item(row), *forgotten])
+        return self.apply([], [], [item(row), *forgotten, *rows])
 
     def _follow_own(self) -> None:
         """What this process has committed it need not hear of. (A transaction that changed nothing has no number.)"""
@@ -370,15 +416,17 @@ class Index:
         if self._closed or not self.mark_open():
             return False
         try:
-            for name in (DATA, "lock.mdb"):
+            # The old one goes first, so that never two of them take room; the new one gets its name when it is whole.
+            for name in (DATA, DATA + TEMPORARY, "lock.mdb"):
                 sys_unlink(self.directory / name)
-            self._reopen()
+            self._reopen(DATA + TEMPORARY)
             self._broken = True
             source = iter([*(EpochRow(*known) for known in self._epochs.items()), *rows])
             while batch := list(islice(source, BATCH)):
                 with self._env.begin(write=True) as txn:
                     for row in batch:
                         txn.put(*item(row))
+            sys_rename(self.directory / (DATA + TEMPORARY), self.directory / DATA)
             self._follow_own()
         except (lmdb.Error, OSError) as exc:
             self.failed("recreate", exc)

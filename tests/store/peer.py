@@ -22,7 +22,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kvxfer.config import EngineConfig
+from kvxfer.engine import TransferEngine
 from kvxfer.errors import KvxferError
+from kvxfer.jobs import STORE, JobRunner
 from kvxfer.slot import SlotLayout
 from kvxfer.store import Entry, Reservation, Store, members, room
 from kvxfer.store import index as index_module
@@ -36,7 +41,7 @@ from tests.store import rig
 
 CHECKOUT = Path(__file__).parents[2]
 WAIT_S = 40.0  # for an answer: only ever reached by a defect
-CHUNKS = 48  # of the model that the engines move
+CHUNKS = 160  # of the model that the engines move
 LAYOUTS = {"row": rig.ROW, "shared": rig.SHARED}
 MODULES = {"members": members, "room": room, "index": index_module, "store": store_module}
 
@@ -281,6 +286,11 @@ class Actor:
             self.store._follower._apply([LeaseName(row.epoch, row.number) for row in rows])
         return len(rows)
 
+    def break_index(self, wait: float) -> None:
+        """The index is of no more use to this process, and may be mended after `wait` seconds."""
+        self.store._index._broken = True
+        self.store._index._next_recovery = time.monotonic() + wait
+
     # ---- the picture -------------------------------------------------------------------------------------
 
     def picture(self) -> dict[str, Any]:
@@ -343,15 +353,34 @@ class Actor:
     # ---- engines -----------------------------------------------------------------------------------------
 
     def engine(self) -> str:
-        from kvxfer.config import EngineConfig
-        from kvxfer.engine import TransferEngine
-
         self._model = Model.random(GEOMETRY, CHUNKS, seed=1)
         how = EngineConfig(io_threads=2, shutdown_timeout_s=2.0)
         source, target = ranks(self._model, "nhd", 2, filled=True), ranks(self._model, "hnd", 4, filled=False)
         writer = TransferEngine(self.store, namespace_of(), source, config=how)
         self._engines = writer, TransferEngine(self.store, namespace_of(), target, config=how), target
         return writer.digest.hex()
+
+    def reserve_pages(self, count: int) -> list[int]:
+        """Slots of the engine's layout."""
+        digest, layout = self._engines[0].digest, self._engines[0]._pages[0].mapping.slot
+        handles = []
+        for slot in self.store.reserve(digest, layout, count):
+            self._number += 1
+            self.slots[self._number] = slot
+            handles.append(self._number)
+        return handles
+
+    def write_pages(self, handles: Sequence[int], numbers: Sequence[int]) -> None:
+        """Writes chunks into slots as the engine does, from their pages."""
+        writer = self._engines[0]
+        records = b"".join(self.slots[h].chunk_record(k) for h, k in zip(handles, keys_of(numbers), strict=True))
+        runner = JobRunner(threads=1, io_timeout_s=30.0, max_lost_threads=1, read_piece_bytes=1 << 20)
+        ids = np.array(numbers, dtype=np.int64).reshape(-1, 1)
+        runner.submit(1, STORE, writer._handles, records, ids, writer.digest)
+        while (outcome := runner.poll(STORE)) is None:
+            time.sleep(0.001)
+        assert not outcome.status.any()
+        runner.shutdown(5.0)
 
     def save(self, numbers: Sequence[int]) -> list[bool]:
         """Stores chunks through the engine."""
@@ -396,6 +425,16 @@ class Actor:
             bits = self.save(draw.sample(range(CHUNKS), draw.randint(1, 12)))
             counts["saves"] += len(bits)
             counts["saved"] += sum(bits)
+        return counts
+
+    def both(self, seed: int, seconds: float) -> dict[str, int]:
+        """Stores at random, in slots of another layout too."""
+        end = time.monotonic() + seconds
+        counts = {"saves": 0, "saved": 0}
+        while (left := end - time.monotonic()) > 0:
+            seed += 1
+            for part in (self.saving(seed, min(0.1, left)), self.churn(seed, min(0.1, left), namespaces=[7])):
+                counts = {name: count + part.get(name, 0) for name, count in counts.items()}
         return counts
 
     def shutdown(self) -> None:

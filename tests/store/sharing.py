@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvxfer.store.slab import slab_file_bytes, slab_name
 from tests.store import rig
 from tests.store.peer import Peer
 
-__all__ = ["Group", "Watch", "agree", "rows_of", "settle"]
+__all__ = ["Group", "Watch", "agree", "eventually", "rows_of", "settle"]
 
 
 def rows_of(root: Path) -> list[Row]:
@@ -30,6 +30,15 @@ def rows_of(root: Path) -> list[Row]:
     finally:
         env.close()
     return [row for row in found if row is not None]
+
+
+def eventually(look: Callable[[], bool], seconds: float = 10.0) -> float:
+    """How long it took until `look` was true."""
+    start = time.monotonic()
+    while not look():
+        assert time.monotonic() - start < seconds
+        time.sleep(0.002)
+    return time.monotonic() - start
 
 
 def settle(peers: Iterable[Peer]) -> None:

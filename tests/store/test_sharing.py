@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 
 import pytest
 
 from kvxfer.store import Store
 from tests.store import rig
 from tests.store.peer import Dead, Peer, Refused
-from tests.store.sharing import Group, settle
+from tests.store.sharing import Group, eventually, settle
 
 N = range(30)
-
-
-def eventually(look: Callable[[], bool], seconds: float = 10.0) -> float:
-    """How long it took until `look` was true."""
-    start = time.monotonic()
-    while not look():
-        assert time.monotonic() - start < seconds
-        time.sleep(0.002)
-    return time.monotonic() - start
 
 
 def test_what_one_process_stores_another_finds(group: Group) -> None:
