@@ -71,6 +71,8 @@ class Follower:
         """Makes everything as these rows, which are all there are, say."""
         rows.sort(key=self._order)
         kept = {(type(name), name) for name in map(_name, rows)}  # a named tuple is equal to one of another kind
+        # A number may have been given again meanwhile, to another file.
+        self._apply([SlabName(slab.slab_id) for slab in self._table.slabs() if not slab.is_named()])
         stale: list[Name] = [SlabName(slab_id) for slab_id in self._room.rows]
         stale += [MemberName(seat) for seat in self.members]
         with self._table.lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 
 import pytest
@@ -257,7 +258,7 @@ def test_a_dead_processs_seat_is_taken_before_anybody_noticed(group: Group) -> N
     group.agree()
 
 
-def test_an_old_process_that_slept_through_a_slab_made_again_under_a_number_that_was(group: Group) -> None:
+def test_a_process_that_slept_while_slabs_came_and_went(group: Group) -> None:
     a, b = group.open(), group.open()
     for peer in (a, b):
         peer.call("register", 1, "shared")
@@ -265,12 +266,58 @@ def test_an_old_process_that_slept_through_a_slab_made_again_under_a_number_that
     settle([a, b])
     assert b.call("put", [1000], n=1) == [True]  # a slab of row slots went for it
     c = group.open()
-    for turn in range(12):  # and those go again; the log of changes forgets
+    for turn in range(12):  # and that one again; the log of changes forgets
         assert any(c.call("put", [*range(2000 + 100 * turn, 2100 + 100 * turn)]))
     group.agree()
     assert all(a.call("put", [*range(20)]))
     settle([b, c])
     assert b.call("check_all", [*range(20)]) == [*range(20)]
+
+
+def test_a_process_that_slept_while_a_slabs_number_was_given_again(group: Group) -> None:
+    a, b = group.open(), group.open(room_RETRY_S=0.0)
+    for peer in (a, b):
+        peer.call("register", 1, "shared")
+    assert all(a.call("put", [*range(240)]))  # 12 slabs
+    assert b.call("put", [1000], n=1) == [True]  # the 13th
+    settle([a, b])
+    b.call("touch", [*range(240)])
+    assert all(b.call("put", [*range(3000, 3012)]))  # the last free slots
+    b.call("fault", "fail", "fallocate", errno.ENOSPC)
+    assert b.call("put", [*range(4000, 4030)])
+    b.call("no_faults")
+    assert (b.call("stats")["slabs_removed"], b.call("stats")["slabs"]) == (1, 12)
+    c = group.open()
+    assert all(c.call("put", [*range(5000, 5040)]))
+    assert (group.root / "slabs" / "slab-00000013.kvx").exists()
+    for turn in range(12):  # the log of changes forgets
+        assert all(c.call("put", [*range(6000 + 50 * turn, 6050 + 50 * turn)]))
+    group.agree()
+    assert all(a.call("put", [*range(60)]))
+    settle([b, c])
+    assert b.call("check_all", [*range(60)]) == [*range(60)]
+
+
+@COMMITTED_SLOTS_STAY_LEASED
+def test_a_released_slot_is_given_to_another_while_the_rest_of_its_lease_is_open(group: Group) -> None:
+    a, b = sorted([group.open(), group.open()], key=lambda peer: -peer.call("picture")["me"][1])  # a's rows come last
+    first = a.call("reserve", 2)
+    a.call("release", [first[0][0]])
+    again = a.call("reserve", 271)
+    a.call("write", [again[-1][0]], [1])
+    assert a.call("commit", [again[-1][0]], [1]) == [True]
+    place = {tuple(again[-1][1:3])}
+    assert place == {tuple(first[0][1:3])} or tuple(first[0][1:3]) in {(slab, slot) for _, slab, slot, _ in again}
+    a.call("release", [handle for handle, *_ in again[:-1]])
+    b.call("maintain")
+    b.call("invalidate", [1])
+    got = b.call("reserve", 272)
+    c = group.open()
+    a.call("release", [first[1][0]])
+    settle([a, b, c])
+    mine = {(slab, slot) for _, slab, slot, _ in c.call("reserve", 10)}
+    assert not mine & {(slab, slot) for _, slab, slot, _ in got}
+    group.agree()
 
 
 def test_the_index_is_as_full_as_it_gets(group: Group) -> None:
