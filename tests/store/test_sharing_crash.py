@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,14 @@ def full_again(group: Group, survivor: Peer) -> None:
     group.agree()
 
 
+def some_slow(cases: Sequence[Any]) -> list[Any]:
+    """The same, every other one marked slow."""
+    return [
+        pytest.param(*([case] if isinstance(case, str) else case), marks=[pytest.mark.slow] * (i % 2))
+        for i, case in enumerate(cases)
+    ]
+
+
 KILLED_AT = [
     ("fallocate", True, 0), ("fallocate", False, 1), ("pwrite", True, 6), ("pwrite", False, 31), ("rename", True, 0),
     ("rename", False, 1), ("open", True, 1), ("open", False, 2), ("unlink", True, 0), ("unlink", False, 0),
@@ -73,7 +82,7 @@ KILLED_AT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "before", "after"), KILLED_AT)
+@pytest.mark.parametrize(("op", "before", "after"), some_slow(KILLED_AT))
 def test_killed_at_a_call_of_its_own(group: Group, op: str, before: bool, after: int) -> None:
     b = group.open(room_RETRY_S=0.0, **SMALL)
     b.call("register", 1, "shared")
@@ -98,7 +107,7 @@ def test_killed_at_a_call_of_its_own(group: Group, op: str, before: bool, after:
     group.agree(again)
 
 
-@pytest.mark.parametrize("when", [f"kill-{kill}" for kill in [*KILLS, "before:12", "half:31"]])
+@pytest.mark.parametrize("when", some_slow([f"kill-{kill}" for kill in [*KILLS, "before:12", "half:31"]]))
 def test_killed_in_a_transaction(group: Group, shim: Path, when: str) -> None:
     b = group.open(room_RETRY_S=0.0, **SMALL)
     b.call("register", 1, "shared")
@@ -439,7 +448,7 @@ def test_one_that_cannot_sign_in_is_not_overlooked(group: Group, shim: Path) -> 
     group.agree()
 
 
-@pytest.mark.parametrize("when", ["before:1", "after:1", "half:3", "after:6", "before:13"])
+@pytest.mark.parametrize("when", some_slow(["before:1", "after:6", "after:1", "half:3", "before:13"]))
 def test_killed_while_it_writes_the_index_anew(group: Group, shim: Path, when: str) -> None:
     a = group.open(capacity_bytes=16 << 20)
     b = group.open(env=preloaded(shim, group.root, f"write:kill-{when}"), index_BATCH=50, capacity_bytes=16 << 20)
