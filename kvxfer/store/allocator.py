@@ -6,7 +6,7 @@ from kvxfer.slot import SlotLayout
 from kvxfer.store.entry import Reservation
 from kvxfer.store.index import TRANSACTION, Index
 from kvxfer.store.ledger import Ledger
-from kvxfer.store.records import IndexRecord, item
+from kvxfer.store.records import IndexRecord
 from kvxfer.store.room import Made, SlabRoom
 from kvxfer.store.table import Table
 
@@ -40,7 +40,7 @@ class Allocator:
 
     def _lease(self, taken: list[Reservation]) -> bool:
         """Tells other processes that these slots are taken; where that fails they are given back."""
-        if self._ledger.tell([], [item(self._table.leases.row(taken[0].lease))]):
+        if self._ledger.tell([], self._table.lease_items([taken[0].lease])):
             return True
         self._table.release(taken)
         return False

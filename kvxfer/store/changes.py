@@ -1,8 +1,8 @@
 """The latest changes of the index, kept in the index itself, from which other processes bring their tables up to date.
 
 A row of the log has the transaction's number and a place in its name, and one changed row in its value. Every
-transaction of a process that knows of others is in it, so what lies between two numbers is complete, as far back as
-`trimmed` says.
+transaction of a process that knows of others is in it. One that did not know leaves a gap, and what was dropped is
+behind `trimmed`: then there is no saying what was changed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def append(txn: Any, items: Sequence[Item], budget: int) -> None:
 
 
 def since(txn: Any, position: int) -> list[Item] | None:
-    """What was changed after transaction `position`, in order; None where the log does not reach back so far."""
+    """What was changed after transaction `position`, in order; None where the log does not have all of it."""
     if _head(txn)[1] > position:
         return None
     found: list[Item] = []
@@ -46,11 +46,15 @@ def since(txn: Any, position: int) -> list[Item] | None:
     more = cursor.set_range(_name(position + 1, 0))
     while more and (name := cursor.key()).startswith(_LOG):
         if _is_row(name):
+            txn_id = int.from_bytes(name[3:11], "big")
+            if txn_id > position + 1:
+                return None
+            position = txn_id
             row = cursor.value()
             split = 2 + row[1]
             found.append((row[2:split], row[split:] if row[0] else None))
         more = cursor.next()
-    return found
+    return found if position == txn.id() else None
 
 
 def clear(txn: Any) -> None:

@@ -53,12 +53,11 @@ class SlotState(Enum):
 class Lease:
     """Slots that were taken together. The index names it, so that no other process takes them."""
 
-    __slots__ = ("number", "open", "slots", "void")
+    __slots__ = ("number", "slots", "void")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.open = 0  # reservations that are not settled
-        self.slots: list[tuple[int, int, int]] = []  # (slab, slot, generation), as the index has them
+        self.slots: dict[int, tuple[int, int, int]] = {}  # not settled: (slab, slot, generation) by generation
         self.void = False  # the index was lost, or another process took this one for dead: nothing can be committed
 
 

@@ -34,7 +34,8 @@ from kvxfer.store.records import (
 from kvxfer.store.room import SlabRoom
 from kvxfer.store.table import Table
 
-_KINDS = (SlabRow, MemberRow, IndexRecord, LeaseRow)  # a row may name one of an earlier kind
+# A row may name one of an earlier kind; where an entry and a lease name one slot, the chunk was committed.
+_KINDS = (SlabRow, MemberRow, LeaseRow, IndexRecord)
 
 
 class Follower:
@@ -53,23 +54,33 @@ class Follower:
                 self.reload(self._index.everything())
             elif changed:
                 self._apply([_parsed(change) for change in changed])
+            self._sign()
         except (lmdb.Error, OSError) as exc:
             self._index.failed("catching up", exc)
+        except BaseException:
+            self._index.forget_position()
+            raise
         self._room.finish()
+
+    def _sign(self) -> None:
+        """Tells others that this process is there, as long as the index does not say it."""
+        if self.members.get(self.me.seat) != self.me and self._index.add_epoch(self.me.epoch, [item(self.me)]):
+            self._apply([self.me])
 
     def reload(self, rows: list[Row]) -> None:
         """Makes everything as these rows, which are all there are, say."""
         rows.sort(key=self._order)
-        kept = {_name(row) for row in rows}
+        kept = {(type(name), name) for name in map(_name, rows)}  # a named tuple is equal to one of another kind
+        # A number may have been given again meanwhile, to another file.
+        self._apply([SlabName(slab.slab_id) for slab in self._table.slabs() if not slab.is_named()])
         stale: list[Name] = [SlabName(slab_id) for slab_id in self._room.rows]
         stale += [MemberName(seat) for seat in self.members]
         with self._table.lock:
             stale += [EntryName(entry.digest, entry.key) for entry in self._table.living()]
             stale += self._table.leases.names()
-        self._apply([name for name in stale if name not in kept])
+        self._apply([name for name in stale if (type(name), name) not in kept])
         self._apply(rows)
-        if self.members.get(self.me.seat) != self.me and self._index.apply([], [], [item(self.me)]):
-            self._apply([self.me])
+        self._sign()
 
     def _order(self, row: Row) -> tuple[int, int, int]:
         """Kinds after each other; entries as they were stored, as far as that is known."""
@@ -99,11 +110,12 @@ class Follower:
         except IOFault as exc:
             self._index.failed("looking for processes", exc)
             return
-        if not dead:
-            return
-        epochs = {row.epoch for row in dead}
-        leases = [row for row in self._table.leases.foreign.values() if row.epoch in epochs]
+        # Not only those of the dead: a row in the seat of one may be another's by now.
+        epochs = {row.epoch for row in self.members.values()} - {row.epoch for row in dead}
+        leases = [row for row in self._table.leases.foreign.values() if row.epoch not in epochs]
         over: list[Row] = [*dead, *leases]
+        if not over:
+            return
         items = [gone(row) for row in over]
         if self._index.apply([], [], items):
             self._apply([_parsed(change) for change in items])

@@ -9,10 +9,11 @@ root (members.py), so that no reader that was stopped keeps pages from being use
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +21,14 @@ from typing import Any, NamedTuple
 import lmdb
 
 from kvxfer.errors import IOFault, StoreError
-from kvxfer.io.system import read_small, replace_file, sync_directory, sys_mkdir, sys_unlink
+from kvxfer.io.system import (
+    TEMPORARY,
+    sys_mkdir,
+    sys_rename,
+    sys_unlink,
+)
 from kvxfer.report import reporter
-from kvxfer.store import changes
+from kvxfer.store import changes, trust
 from kvxfer.store.records import (
     DIGEST_BYTES,
     LEASES,
@@ -39,19 +45,12 @@ from kvxfer.store.records import (
     parse,
     parse_name,
 )
+from kvxfer.store.trust import DATA
 
-try:
-    from lmdb import verify as lmdb_verify
-except ImportError:  # before lmdb 3: what cannot be checked is rebuilt
-    lmdb_verify = None
-
-DATA, STATE = "data.mdb", "state.json"
 RECOVERY_INTERVAL_S = 1.0
 BATCH = 4096  # records of one transaction when the index is written anew
 # Records of the store's transactions (store.py). A transaction of that many touches at most 4 MiB of pages.
 TRANSACTION = 256
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_FORMAT = 2
 _MAX_EPOCHS = 65536
 # A record in pages that are half full, and pages that three transactions in a row may hold before they can be reused.
 _RECORD_BYTES, _FIXED_BYTES, _TOUCHED_BYTES, _VERSIONS = 330, 64 << 10, 4 << 20, 3
@@ -64,6 +63,14 @@ _BROKEN = tuple(
         "VersionMismatchError", "BadTxnError", "BadDbiError", "PageFullError", "CursorFullError",
     )
 )  # fmt: skip
+
+
+class _File(Enum):
+    """What became of the file that is open."""
+
+    SAME = "same"
+    ANOTHER = "another process has written it anew"
+    LOST = "taken away, or shorter than it was"
 
 
 class Loaded(NamedTuple):
@@ -81,14 +88,6 @@ def max_records(map_bytes: int) -> int:
     return (live - _VERSIONS * _TOUCHED_BYTES) // _RECORD_BYTES
 
 
-def boot_id() -> str:
-    """Names the time since the machine was started; empty where the kernel does not say."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
-
-
 class Index:
     """One LMDB environment. All calls but `moved` are made with the root's lock."""
 
@@ -103,7 +102,7 @@ class Index:
         self.living: Callable[[], Iterable[Row]] = tuple  # all rows but epochs: what it is written anew from
         self.shared = False  # other processes have it open: they are to hear of every change
         self._env: Any = None
-        self._inode = 0
+        self._inode = self._size = 0
         self._position = 0  # the last transaction that this process knows of
         self._broken = False
         self._marked = False  # state.json says no more that the index is whole: it may be written
@@ -117,7 +116,7 @@ class Index:
         """What the index holds; None, with `lost` set, if it cannot be trusted and must be written anew."""
         try:
             sys_mkdir(self.directory)
-            self.lost = self._distrust()
+            self.lost = trust.distrust(self.directory)
             if not self.lost:
                 loaded = self._read_all()
                 self._epochs = dict(loaded.epochs)
@@ -127,29 +126,9 @@ class Index:
         self.drop()
         return None
 
-    def _distrust(self) -> str:
-        """Why the files cannot be trusted; empty if they can."""
-        if not (self.directory / DATA).exists():
-            return "there is no index"
-        try:
-            state = json.loads(read_small(self.directory / STATE) or b"")
-            format_, boot, mark = state["format"], state["boot_id"], state["state"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return "state.json is missing or damaged"
-        if format_ != _FORMAT or mark not in ("open", "clean"):
-            return f"state.json is of format {format_!r}, state {mark!r}"
-        if mark == "open" and (not boot or boot != boot_id()):
-            return "the machine went down while the index was open"
-        if lmdb_verify is None:
-            return "this lmdb has no verifier (lmdb >= 3 has)"
-        try:
-            problems = lmdb_verify.verify(str(self.directory))
-        except Exception as exc:  # whatever a walk over damaged bytes trips over, it means damage
-            return f"not an index: {exc}"
-        return f"damaged: {problems[0]}" if problems else ""
-
     def _read_all(self) -> Loaded:
-        rows = self.join()
+        self._reopen()
+        rows = self.everything()
         records = [row for row in rows if isinstance(row, IndexRecord)]
         return Loaded(records, {row.epoch: row.order for row in rows if isinstance(row, EpochRow)})
 
@@ -157,10 +136,15 @@ class Index:
         """Opens the index that other processes have open, and reads it.
 
         Raises:
-            lmdb.Error, OSError: it cannot be read.
+            lmdb.Error, OSError: it cannot be read, or is damaged.
         """
-        self._reopen()
+        self._open_checked()
         return self.everything()
+
+    def _open_checked(self) -> None:
+        if problem := trust.damage(self.directory):
+            raise lmdb.CorruptedError(problem)
+        self._reopen()
 
     def everything(self) -> list[Row]:
         """All rows; from here on `changes` tells what was changed later."""
@@ -171,18 +155,20 @@ class Index:
         self._epochs = {row.epoch: row.order for row in rows if isinstance(row, EpochRow)}
         return rows
 
-    def _reopen(self) -> None:
+    def _reopen(self, name: str = DATA) -> None:
         self.drop()
+        path = self.directory / name
         try:
             self._env = lmdb.open(
-                str(self.directory), map_size=self.map_bytes, subdir=True, mode=0o600, create=True, sync=False,
+                str(path), map_size=self.map_bytes, subdir=False, mode=0o600, create=True, sync=False,
                 metasync=False, writemap=False, lock=False, max_dbs=0,
             )  # fmt: skip
         except lmdb.Error as exc:
             if "already open in this process" in str(exc):  # no damage: a store of this process was left open
                 raise StoreError(f"{self.directory} is open in this process already") from exc
             raise
-        self._inode = os.stat(self._data).st_ino
+        status = os.stat(path)
+        self._inode, self._size = status.st_ino, status.st_size
         self._position = 0
         self._broken = False
 
@@ -193,15 +179,22 @@ class Index:
         if self._env is None or self._broken:
             return False
         try:
-            return self._replaced() or self._env.info()["last_txnid"] != self._position
+            return self._look() is not _File.SAME or self._env.info()["last_txnid"] != self._position
         except lmdb.Error:
             return True
 
-    def _replaced(self) -> bool:
+    def _look(self) -> _File:
+        """Whether the file is the one that is open. Pages that it does not have any more must not be touched."""
         try:
-            return os.stat(self._data).st_ino != self._inode
+            status = os.stat(self._data)
         except OSError:
-            return False  # taken away altogether: what is open still serves
+            return _File.LOST
+        if status.st_ino != self._inode:
+            return _File.ANOTHER
+        if status.st_size < self._size:
+            return _File.LOST
+        self._size = status.st_size
+        return _File.SAME
 
     def changes(self) -> list[Item] | None:
         """What others changed since the last look, in order; None where only `everything` can tell.
@@ -209,23 +202,32 @@ class Index:
         Raises:
             lmdb.Error, OSError: it cannot be read. It will be written anew from memory.
         """
-        if self._env is None or self._broken:
-            return []
+        found: list[Item] | None = []
         try:
-            if self._replaced():
-                self._reopen()
+            now = self._look()
+            # What broke here may be whole: others go on with it, and what they did must not be written over.
+            again = self.shared and self._broken and time.monotonic() >= self._next_recovery
+            if now is _File.ANOTHER or (now is _File.SAME and again):
+                self._open_checked()
                 return None
-            if self._env.info()["last_txnid"] == self._position:
+            if self._env is None or self._broken:
                 return []
-            with self._env.begin() as txn:
-                found = changes.since(txn, self._position)
-                self._position = txn.id()
+            if now is _File.LOST:
+                raise OSError(errno.ENOENT, f"{DATA} was taken away or cut short")
+            if self._env.info()["last_txnid"] != self._position:
+                with self._env.begin() as txn:
+                    if (found := changes.since(txn, self._position)) is not None:
+                        self._position = txn.id()
         except (lmdb.Error, OSError):
             self._broken = True
             raise
         for name, value in found or ():
             self._note_epoch(name, value)
         return found
+
+    def forget_position(self) -> None:
+        """What was heard could not be used: the next `changes` asks for everything."""
+        self._position = 0
 
     def _note_epoch(self, name: bytes, value: bytes | None) -> None:
         match parse_name(name):
@@ -247,19 +249,17 @@ class Index:
             self._marked = self._mark("open") or self._unmark()
         return self._marked
 
-    def _unmark(self) -> bool:
+    def _mark(self, state: str) -> bool:
         try:
-            sys_unlink(self.directory / STATE)
-            sync_directory(self.directory)
+            trust.mark(self.directory, state)
         except IOFault as exc:
             self.failed("state", exc)
             return False
         return True
 
-    def _mark(self, state: str) -> bool:
-        body = {"format": _FORMAT, "boot_id": boot_id(), "state": state}
+    def _unmark(self) -> bool:
         try:
-            replace_file(self.directory / STATE, json.dumps(body).encode())
+            trust.unmark(self.directory)
         except IOFault as exc:
             self.failed("state", exc)
             return False
@@ -327,15 +327,15 @@ class Index:
                 txn.put(name, value_or_none)
         return conflicts, done
 
-    def add_epoch(self, epoch: int) -> bool:
-        """Remembers that generations of `epoch` may exist, until 65,536 later ones were used."""
+    def add_epoch(self, epoch: int, rows: Sequence[Item] = ()) -> bool:
+        """Remembers that generations of `epoch` may exist, until 65,536 later ones were used; writes `rows` with it."""
         row = EpochRow(epoch, max(self._epochs.values(), default=0) + 1)
         self._epochs[epoch] = row.order
         forgotten: list[Item] = []
         if len(self._epochs) > _MAX_EPOCHS:
             oldest = sorted(self._epochs, key=lambda known: self._epochs[known])[: len(self._epochs) // 2]
             forgotten = [gone(EpochRow(old, self._epochs.pop(old))) for old in oldest]
-        return self.apply([], [], [item(row), *forgotten])
+        return self.apply([], [], [item(row), *forgotten, *rows])
 
     def _follow_own(self) -> None:
         """What this process has committed it need not hear of. (A transaction that changed nothing has no number.)"""
@@ -371,15 +371,17 @@ class Index:
         if self._closed or not self.mark_open():
             return False
         try:
-            for name in (DATA, "lock.mdb"):
+            # The old one goes first, so that never two of them take room; the new one gets its name when it is whole.
+            for name in (DATA, DATA + TEMPORARY, "lock.mdb"):
                 sys_unlink(self.directory / name)
-            self._reopen()
+            self._reopen(DATA + TEMPORARY)
             self._broken = True
             source = iter([*(EpochRow(*known) for known in self._epochs.items()), *rows])
             while batch := list(islice(source, BATCH)):
                 with self._env.begin(write=True) as txn:
                     for row in batch:
                         txn.put(*item(row))
+            sys_rename(self.directory / (DATA + TEMPORARY), self.directory / DATA)
             self._follow_own()
         except (lmdb.Error, OSError) as exc:
             self.failed("recreate", exc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvxfer.store.index import TRANSACTION, Index
-from kvxfer.store.records import IndexRecord, Item, Put, gone
+from kvxfer.store.records import IndexRecord, Item, Put
 from kvxfer.store.table import Table
 
 
@@ -18,24 +18,24 @@ class Ledger:
     @property
     def has_something_to_say(self) -> bool:
         """Whether the table has changed since the last transaction."""
-        return self._table.has_doomed or self._table.leases.has_ended
+        return self._table.has_doomed or self._table.leases.has_changed
 
     def settle(self) -> bool:
         """Tells all there is; False where the index could not be written."""
-        while self._table.has_doomed or self._table.leases.has_ended:
+        while self._table.has_doomed or self._table.leases.has_changed:
             if not self.tell([]):
                 return False
         return True
 
     def tell(self, puts: Sequence[Put], rows: Sequence[Item] = ()) -> bool:
-        """One transaction: these, what was invalidated since the last one, and leases that have ended."""
-        doomed, ended = self._table.doomed(TRANSACTION), self._table.ended_leases(TRANSACTION)
+        """One transaction: these, what was invalidated since the last one, and leases that have changed."""
+        table = self._table
+        doomed, changed = table.doomed(TRANSACTION), table.changed_leases(TRANSACTION)
         deletes = [IndexRecord.of(entry) for entry in doomed]
-        over = [gone(self._table.leases.row(lease)) for lease in ended]
-        done = self._index.apply(deletes, puts, [*over, *rows])
+        done = self._index.apply(deletes, puts, [*table.lease_items(changed), *rows])
         if done:
-            self._table.settle(doomed)
+            table.settle(doomed)
         else:
-            self._table.keep_doomed(doomed)
-            self._table.keep_ended(ended)
+            table.keep_doomed(doomed)
+            table.keep_changed(changed)
         return done

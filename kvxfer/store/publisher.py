@@ -27,7 +27,7 @@ class Publisher:
         waiting: list[bytes | None] = []  # whose commit an outcome depends on
         surplus: list[Reservation] = []
         for key, reservation, mask in items:
-            usable = reservation.state is SlotState.RESERVED and _fits(layout, key, reservation, mask)
+            usable = _fits(layout, key, reservation, mask)
             known = self._table.find(digest, key)
             there = planned[key][0] if key in planned else known
             present = usable and there is not None and mask & ~there.mask == 0
@@ -42,7 +42,8 @@ class Publisher:
             entry = Entry(digest, key, reservation.slab, reservation.slot, reservation.generation, mask)
             planned[key] = entry, reservation
             puts[key] = Put(IndexRecord.of(entry), known.generation if known else 0)
-        done = self._ledger.tell(list(puts.values()))
+        left = self._table.leases_without(reservation for _, reservation in planned.values())
+        done = self._ledger.tell(list(puts.values()), left)
         for entry, reservation in planned.values():
             if done:
                 self._counts.replacements += self._table.install(entry, reservation)
@@ -57,7 +58,9 @@ class Publisher:
 def _fits(layout: SlotLayout | None, key: bytes, reservation: Reservation, mask: int) -> bool:
     """Whether a reservation can become this entry."""
     return (
-        layout is not None
+        reservation.state is SlotState.RESERVED
+        and not reservation.lease.void
+        and layout is not None
         and reservation.slab.layout == layout
         and isinstance(key, bytes)
         and 1 <= len(key) <= MAX_KEY_BYTES

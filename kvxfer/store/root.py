@@ -15,9 +15,9 @@ from kvxfer.errors import ConfigError, FormatError
 from kvxfer.io.modes import PROBE_NAME
 from kvxfer.io.system import TEMPORARY, fault, read_small, replace_file, sys_mkdir
 from kvxfer.slot import ALIGNMENT
-from kvxfer.store.index import DATA, STATE
 from kvxfer.store.members import LOCK_FILE, RootLock
 from kvxfer.store.slab import SLAB_NAME, scan_directory
+from kvxfer.store.trust import DATA, STATE
 
 FORMAT = 1
 ROOT_FILE, NAMESPACE_FILE = "kvxfer.json", "namespace.json"

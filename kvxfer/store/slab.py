@@ -244,6 +244,14 @@ class SlabFile:
         """
         return self._file.read(buffer.array, nbytes, offset)
 
+    def is_named(self) -> bool:
+        """Whether its file is still the one under its name."""
+        try:
+            named, mine = os.stat(self.path), os.fstat(self._file.fd)
+        except OSError:
+            return False
+        return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+
     def close(self) -> None:
         """Drops the file; jobs that still use it keep it open."""
         self._file.close()

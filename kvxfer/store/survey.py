@@ -23,7 +23,7 @@ from kvxfer.errors import ConfigError, IOFault, KvxferError
 from kvxfer.io.system import fault, read_small
 from kvxfer.keys import Namespace
 from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
-from kvxfer.store.index import DATA, STATE, Index
+from kvxfer.store.index import Index
 from kvxfer.store.members import RootLock
 from kvxfer.store.records import IndexRecord
 from kvxfer.store.root import (
@@ -37,6 +37,7 @@ from kvxfer.store.root import (
     strangers,
 )
 from kvxfer.store.slab import FoundSlab, scan_directory, slab_file_bytes, slab_name
+from kvxfer.store.trust import DATA, STATE
 
 _LEAST_MAP = 1 << 20
 _TRIES, _PAUSE_S = 20, 0.02  # copies of an index that is being written

@@ -15,7 +15,7 @@ from kvxfer.slot import SlotLayout
 from kvxfer.store.entry import Entry, Lease, Reservation, SlotState, pack_chunk
 from kvxfer.store.generations import Generations
 from kvxfer.store.leases import Leases
-from kvxfer.store.records import IndexRecord, LeaseRow, Row
+from kvxfer.store.records import IndexRecord, Item, LeaseRow, Row
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
 
@@ -258,14 +258,14 @@ class Table:
                 self.reserved -= 1
                 self.quarantined += 1
 
-    def _settle_reservation(self, reservation: Reservation) -> None:
+    def _settle_reservation(self, reservation: Reservation, told: bool = False) -> None:
         if reservation.state is SlotState.RESERVED:
             self.reserved -= 1
         else:
             self.quarantined -= 1
         reservation.state = SlotState.SETTLED
         self._let_go(reservation.slab)
-        self.leases.settle(reservation.lease)
+        self.leases.settle(reservation, told)
 
     def _free(self, slab: SlabFile, slot: int) -> None:
         # After a lease that became void, or a pin that outlived its entry, the slot may be another process's by now.
@@ -319,9 +319,9 @@ class Table:
 
     def follow_lease(self, row: LeaseRow) -> None:
         """Another process has taken these slots. With the lock."""
-        if not self.leases.add_foreign(row):
-            return
-        for slab_id, slot, _ in row.slots:
+        added, dropped = self.leases.set_foreign(row)
+        self._give_back((row.epoch, row.number), dropped)
+        for slab_id, slot, _ in added:
             if (slab := self.slabs_by_id.get(slab_id)) is not None:
                 # A dead entry that is pinned here still stands in the slot; it is not to free it any more.
                 if (there := slab.entries.pop(slot, None)) is not None and not there.dead:
@@ -331,11 +331,14 @@ class Table:
 
     def follow_lease_end(self, epoch: int, number: int) -> None:
         """The index names a lease no more. With the lock."""
-        if (row := self.leases.end(epoch, number)) is None:
-            return
-        for slab_id, slot, _ in row.slots:
+        if (row := self.leases.end(epoch, number)) is not None:
+            self._give_back((epoch, number), row.slots)
+
+    def _give_back(self, name: tuple[int, int], slots: Iterable[tuple[int, int, int]]) -> None:
+        """Another process's lease has these slots no more."""
+        for slab_id, slot, _ in slots:
             slab = self.slabs_by_id.get(slab_id)
-            if slab is not None and slab.lessees.get(slot) == (epoch, number):
+            if slab is not None and slab.lessees.get(slot) == name:
                 del slab.lessees[slot]
                 self._free(slab, slot)
 
@@ -372,7 +375,7 @@ class Table:
             if old is not None:
                 self._detach(old)
                 old.indexed = False  # the index names the new one by now
-            self._settle_reservation(reservation)
+            self._settle_reservation(reservation, told=True)
             self._put(entry)
             if old is not None:
                 self._free_if_unused(old)
@@ -412,15 +415,25 @@ class Table:
         with self.lock:
             self._doomed = entries + self._doomed
 
-    def ended_leases(self, most: int) -> list[Lease]:
-        """Leases.take_ended."""
+    def changed_leases(self, most: int) -> list[Lease]:
+        """Leases.take_changed."""
         with self.lock:
-            return self.leases.take_ended(most)
+            return self.leases.take_changed(most)
 
-    def keep_ended(self, leases: list[Lease]) -> None:
-        """Leases.keep_ended."""
+    def lease_items(self, leases: Iterable[Lease]) -> list[Item]:
+        """Leases.item of each."""
         with self.lock:
-            self.leases.keep_ended(leases)
+            return [self.leases.item(lease) for lease in leases]
+
+    def leases_without(self, committed: Iterable[Reservation]) -> list[Item]:
+        """Leases.without."""
+        with self.lock:
+            return self.leases.without(committed)
+
+    def keep_changed(self, leases: list[Lease]) -> None:
+        """Leases.keep_changed."""
+        with self.lock:
+            self.leases.keep_changed(leases)
 
     def settle(self, entries: Iterable[Entry], reason: str | None = None) -> None:
         """The index has forgotten them: their slots are free when their last pin goes."""

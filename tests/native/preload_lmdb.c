@@ -25,6 +25,7 @@ static int on_index(int fd) {
   ssize_t n = readlink(link, target, sizeof target - 1);
   if (n < 8) return 0;
   target[n] = 0;
+  if (n > 12 && strcmp(target + n - 4, ".tmp") == 0) target[n -= 4] = 0; /* being written anew */
   return strcmp(target + n - 8, "data.mdb") == 0;
 }
 

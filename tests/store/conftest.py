@@ -11,6 +11,7 @@ import pytest
 from kvxfer.store import Store
 from kvxfer.testing import FaultyIO
 from tests.store import rig
+from tests.store.sharing import Group
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +40,11 @@ def opened(root: Path, faults: FaultyIO) -> Iterator[Callable[..., Store]]:
     faults.__exit__(None, None, None)
     for store in stores:
         store.close()
+
+
+@pytest.fixture
+def group(root: Path) -> Iterator[Group]:
+    """Processes on one root; none outlives the test."""
+    peers = Group(root)
+    yield peers
+    peers.end()

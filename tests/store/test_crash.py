@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.store import Store
-from kvxfer.store import index as index_module
+from kvxfer.store import Store, trust
 from tests.store import rig
 
 Opened = Callable[..., Store]
@@ -118,7 +117,7 @@ def test_after_the_machine_went_down_the_index_is_rebuilt(
     opened: Opened, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play("not_closed", root)
-    monkeypatch.setattr(index_module, "boot_id", lambda: "the next boot")
+    monkeypatch.setattr(trust, "boot_id", lambda: "the next boot")
     store = opened()
     assert store.stats().rebuild_reason == "the machine went down while the index was open"
     digest = store.register(rig.namespace(), rig.ROW)
@@ -131,7 +130,7 @@ def test_a_close_that_cannot_sync_does_not_call_itself_clean(
     status, said = play("a_sync_that_fails", root, shim, f"sync:{errno.EIO}:1")
     assert (status, said) == (0, ["errors 1"])
     assert '"open"' in (root / "index" / "state.json").read_text()
-    monkeypatch.setattr(index_module, "boot_id", lambda: "the next boot")
+    monkeypatch.setattr(trust, "boot_id", lambda: "the next boot")
     assert opened().stats().rebuilds == 1
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.slot import SlotLayout
-from kvxfer.store import Store
+from kvxfer.store import Store, trust
 from kvxfer.store import index as index_module
 from kvxfer.store.records import Put
 from kvxfer.testing import FaultyIO
@@ -96,7 +96,7 @@ def test_everything_comes_back_from_the_trailers(
 
 def test_an_index_that_was_open_in_this_boot_is_used(opened: Opened, root: Path) -> None:
     fill(opened)
-    state = {"format": 2, "boot_id": index_module.boot_id(), "state": "open"}
+    state = {"format": 2, "boot_id": trust.boot_id(), "state": "open"}
     (root / "index" / "state.json").write_text(json.dumps(state))
     assert opened().stats().rebuilds == 0
 
@@ -104,7 +104,7 @@ def test_an_index_that_was_open_in_this_boot_is_used(opened: Opened, root: Path)
 def test_a_machine_without_a_boot_id_always_rebuilds_what_was_open(
     opened: Opened, root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(index_module, "_BOOT_ID", tmp_path / "missing")
+    monkeypatch.setattr(trust, "_BOOT_ID", tmp_path / "missing")
     digest = fill(opened)
     store = opened()
     assert store.stats().rebuilds == 0  # it was closed
@@ -119,7 +119,7 @@ def test_a_machine_without_a_boot_id_always_rebuilds_what_was_open(
 
 def test_without_a_verifier_the_index_is_rebuilt(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(opened)
-    monkeypatch.setattr(index_module, "lmdb_verify", None)
+    monkeypatch.setattr(trust, "lmdb_verify", None)
     assert opened().stats().rebuild_reason == "this lmdb has no verifier (lmdb >= 3 has)"
 
 
