@@ -12,8 +12,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 LIBRARY := kvxfer/libkvx.so
 DIR ?=
 ARGS ?=
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: help install demo test test-gpu test-asan test-tsan check format bench clean
+.PHONY: help install demo test test-slow test-gpu test-asan test-tsan check format bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 12
@@ -25,8 +26,12 @@ install: $(LIBRARY) ## make .venv with the pinned packages, build csrc, install 
 demo: install ## the main job: a sharded cache to disk and back under another sharding, one block lost
 	@$(BIN)/kvxfer demo $(ARGS)
 
-test: install ## every test that needs no GPU
-	@$(BIN)/python -m pytest -m 'not gpu and not gds' $(ARGS)
+# Side by side, a file at a time: most of a test's time is another process's start.
+test: install ## every test that needs no GPU, but for the slow ones; JOBS=1 one after the other
+	@$(BIN)/python -m pytest -m 'not slow and not gpu and not gds' -n $(JOBS) --dist loadfile $(ARGS)
+
+test-slow: install ## the slow ones: more of what the others try a little of
+	@$(BIN)/python -m pytest -m 'slow and not gpu and not gds' --timeout 900 $(ARGS)
 
 test-gpu: install ## the tests marked gpu; a missing GPU is a failure, not a skip
 	@nvidia-smi -L 2>/dev/null | grep -q . || { echo "make test-gpu: nvidia-smi shows no GPU here" >&2; exit 1; }

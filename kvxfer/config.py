@@ -22,7 +22,7 @@ _SMALL_MIN, _SMALL_MAX = 128 * _KIB, 2 * _MIB
 _SMALL_FIXED = 64 * _KIB  # kvxfer.json, lock, index/state.json, one temporary file and four directories
 _SMALL_FILES = 5
 _DIRECTORY_ENTRY = 64  # bytes that one more slab's name may cost its directory
-_INDEX_MIN, _INDEX_MID = _MIB, 64 * _MIB
+_INDEX_MIN, _INDEX_MID, _INDEX_MAX = _MIB, 64 * _MIB, 1 << 40  # the largest can be mapped by any 64-bit process
 _MAX_NAMESPACES = 64
 _LEAST_CAPACITY = 4 * _MIB
 SPARE_DESCRIPTORS = 64  # open files of a process beside its store's slabs
@@ -33,6 +33,13 @@ def _check_integers(owner: object, least: int, *names: str) -> None:
         value = getattr(owner, name)
         if type(value) is not int or value < least:
             raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
+
+
+def _check_seconds(owner: object, least: float, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= 86400:
+            raise ConfigError(f"{name}={value!r} must be a number of seconds in {least}..86400")
 
 
 def _check_choice(owner: object, name: str, allowed: tuple[str, ...]) -> None:
@@ -66,6 +73,7 @@ class StoreConfig:
     io: str = "auto"  # backend of the engine's jobs: auto (the best there is) | posix, so far the only one
     direct: str = "auto"  # O_DIRECT: auto (where it works) | on (or refuse to open) | off
     index_map_bytes: int | None = None  # cap of the index file; None: a share of the capacity
+    open_timeout_s: float = 60.0  # how long an open waits for a process that has the root locked: it may be scanning it
 
     def __post_init__(self) -> None:
         if not isinstance(self.root, str | Path) or not str(self.root):
@@ -87,8 +95,11 @@ class StoreConfig:
                 raise ConfigError(f"slab_bytes={self.slab_bytes} must be a multiple of {ALIGNMENT}")
         if self.index_map_bytes is not None:
             _check_integers(self, _INDEX_MIN, "index_map_bytes")
-            if self.index_map_bytes % ALIGNMENT:
-                raise ConfigError(f"index_map_bytes={self.index_map_bytes} must be a multiple of {ALIGNMENT}")
+            if self.index_map_bytes % ALIGNMENT or self.index_map_bytes > _INDEX_MAX:
+                raise ConfigError(
+                    f"index_map_bytes={self.index_map_bytes} must be a multiple of {ALIGNMENT}, at most {_INDEX_MAX}"
+                )
+        _check_seconds(self, 0.0, "open_timeout_s")
         self.check_room(0, 0)
 
     @classmethod
@@ -114,12 +125,12 @@ class StoreConfig:
     def effective_index_map_bytes(self) -> int:
         """Most bytes that the index file can reach; taken off the capacity from the start.
 
-        Left out: 1/32 of the capacity up to 64 MiB, then 1/128; at least 1 MiB.
+        Left out: 1/32 of the capacity up to 64 MiB, then 1/128; at least 1 MiB, at most 1 TiB.
         """
         if self.index_map_bytes is not None:
             return self.index_map_bytes
         share = min(self.capacity_bytes // 32, max(_INDEX_MID, self.capacity_bytes // 128))
-        return max(_INDEX_MIN, share // ALIGNMENT * ALIGNMENT)
+        return max(_INDEX_MIN, min(_INDEX_MAX, share // ALIGNMENT * ALIGNMENT))
 
     @property
     def max_namespaces(self) -> int:
@@ -203,15 +214,8 @@ class EngineConfig:
         _check_integers(self, ALIGNMENT, "read_piece_bytes", "staging_bytes")
         if self.io_threads > 1024:
             raise ConfigError(f"io_threads={self.io_threads} must be 1..1024")
-        for name, least in (
-            ("io_timeout_s", 0.001),
-            ("shutdown_timeout_s", 0.0),
-            ("breaker_cooldown_s", 0.001),
-            ("breaker_max_cooldown_s", 0.001),
-        ):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= 86400:
-                raise ConfigError(f"{name}={value!r} must be a number of seconds in {least}..86400")
+        _check_seconds(self, 0.001, "io_timeout_s", "breaker_cooldown_s", "breaker_max_cooldown_s")
+        _check_seconds(self, 0.0, "shutdown_timeout_s")
         if self.breaker_max_cooldown_s < self.breaker_cooldown_s:
             raise ConfigError(
                 f"breaker_max_cooldown_s={self.breaker_max_cooldown_s} must not be less than "

@@ -101,3 +101,9 @@ def test_defaults() -> None:
     assert config.effective_slab_bytes == 1 << 30
     assert config.effective_index_map_bytes == 512 << 20
     assert EngineConfig.from_mapping({"io_threads": 3}).io_threads == 3
+
+
+def test_the_index_is_never_larger_than_can_be_mapped(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="index_map_bytes=1099511631872 must be .* at most 1099511627776"):
+        StoreConfig(root=tmp_path, capacity_bytes=1 << 50, index_map_bytes=(1 << 40) + 4096)
+    assert StoreConfig(root=tmp_path, capacity_bytes=1 << 62).effective_index_map_bytes == 1 << 40

@@ -53,7 +53,6 @@ from kvxfer.store.stats import Counts, StoreStats, gather
 from kvxfer.store.table import Policies, Table
 
 REAP_S = 1.0  # how often they are looked for
-OPEN_TIMEOUT_S = 30.0  # another process may be scanning the root
 
 
 class Store:
@@ -114,7 +113,7 @@ class Store:
         refuse_twice(config.root)
         lock, mode = lock_root(config)
         try:
-            with lock.held(OPEN_TIMEOUT_S):
+            with lock.held(config.open_timeout_s):
                 store = cls._open_locked(config, lock, mode, writers, policy)
         except BaseException:
             lock.drop()

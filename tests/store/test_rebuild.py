@@ -139,7 +139,7 @@ def test_a_lost_index_gives_no_generation_twice(opened: Opened, root: Path, monk
     store.close()
     shutil.rmtree(root / "index")
     draws = iter([0, used, used, 12345])
-    monkeypatch.setattr("kvxfer.store.table.secrets.randbits", lambda bits: next(draws))
+    monkeypatch.setattr("kvxfer.store.generations.secrets.randbits", lambda bits: next(draws))
     store = opened()
     store.register(rig.namespace(), rig.ROW)
     assert store.reserve(digest, rig.ROW, 1)[0].generation >> 32 == 12345

@@ -218,7 +218,7 @@ def test_what_a_stalled_writer_wrote_over_is_a_miss_and_a_hit_once_stored_again(
 
 @pytest.mark.parametrize("how", ["hung", "stopped"])
 def test_a_process_that_keeps_the_lock_costs_the_others_stores_and_nothing_else(group: Group, how: str) -> None:
-    quick = {"members_LOCK_TIMEOUT_S": 0.5, "store_OPEN_TIMEOUT_S": 0.5}
+    quick = {"members_LOCK_TIMEOUT_S": 0.5, "open_timeout_s": 0.5}
     a, b = group.open(**SMALL), group.open(register=False, housekeeping=True, **quick, **SMALL)
     b.call("register")
     b.call("engine")
