@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvxfer.layout import LAYOUTS, PageLayout, kvx1_mapping, kvx1_slot, row_mapping
     from kvxfer.observe import Metrics, render_metrics
     from kvxfer.opaque import opaque_mapping, opaque_namespace
+    from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
     from kvxfer.prefix import (
         GroupHits,
         PrefixResult,
@@ -63,6 +64,7 @@ _HOMES = {
     "kvxfer.layout": ("LAYOUTS", "PageLayout", "kvx1_mapping", "kvx1_slot", "row_mapping"),
     "kvxfer.observe": ("Metrics", "render_metrics"),
     "kvxfer.opaque": ("opaque_mapping", "opaque_namespace"),
+    "kvxfer.policy": ("ARCPolicy", "CachePolicy", "LRUPolicy"),
     "kvxfer.prefix": (
         "GroupHits", "PrefixResult", "full_attention", "on_all_ranks", "sliding_window", "state_space", "usable_prefix",
     ),
@@ -73,6 +75,8 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "ARCPolicy",
+    "CachePolicy",
     "ChunkError",
     "CompletionBitmap",
     "ConfigError",
@@ -87,6 +91,7 @@ __all__ = [
     "Kind",
     "KvxferError",
     "LAYOUTS",
+    "LRUPolicy",
     "LayoutError",
     "MODELS",
     "Metrics",
