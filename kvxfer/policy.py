@@ -51,6 +51,10 @@ class CachePolicy(ABC, Generic[T]):
     def victims(self, n: int) -> list[T]:
         """The n held entries of least worth (all of them if fewer are held), the least first. Changes nothing."""
 
+    def first(self) -> T | None:
+        """The entry that `victims` would name first, without naming it."""
+        return next(iter(self.victims(1)), None)
+
     @abstractmethod
     def __len__(self) -> int:
         """Held entries."""
@@ -205,6 +209,16 @@ class ARCPolicy(CachePolicy[T]):
 
     def victims(self, n: int) -> list[T]:
         """The least recent of `recent` while that is longer than the target, else of `frequent`, n times over."""
+        chosen = self._choose(n)
+        self._named = set(chosen)
+        self._evicted = {}
+        return chosen
+
+    def first(self) -> T | None:
+        """The one that would go first."""
+        return next(iter(self._choose(1)), None)
+
+    def _choose(self, n: int) -> list[T]:
         recent, frequent = iter(self._recent), iter(self._frequent)
         in_recent, in_frequent = len(self._recent), len(self._frequent)
         chosen: list[T] = []
@@ -215,8 +229,6 @@ class ARCPolicy(CachePolicy[T]):
             else:
                 in_frequent -= 1
                 chosen.append(next(frequent))
-        self._named = set(chosen)
-        self._evicted = {}
         return chosen
 
     def __len__(self) -> int:

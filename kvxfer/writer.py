@@ -64,6 +64,7 @@ class StoreWriter:
         self._writes: dict[bytes, _Write] = {}
         self._held: dict[PendingJob, list[Entry | None]] = {}  # pinned until the job ends
         self._lost: dict[tuple[int, int], Reservation] = {}  # slots under writes that have not returned
+        self._late: set[tuple[int, int]] = set()  # such writes that have returned before their job ended
 
     def start(self, job: PendingJob) -> None:
         """Start a job: whatever of it has to be written is handed to the runner."""
@@ -106,10 +107,12 @@ class StoreWriter:
 
     def settle(self) -> None:
         """Commit what the runner has finished, and take back slots whose lost writes have returned."""
-        late = list(self._runner.late())  # before the results, so that each is of a job whose result is known
+        self._late.update(self._runner.late())
         while (outcome := self._runner.poll(STORE)) is not None:
             self._land(self._flights.pop(outcome.job_id), outcome)
-        self._store.release([self._lost.pop(which) for which in late])
+        back = self._late & self._lost.keys()  # the rest are of jobs that still have chunks under way
+        self._late -= back
+        self._store.release([self._lost.pop(which) for which in back])
 
     def _submit(self, job: PendingJob, todo: list[int], masks: list[int]) -> None:
         slots: list[Reservation] = []

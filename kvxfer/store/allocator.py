@@ -23,6 +23,14 @@ class Allocator:
             self._ledger.settle()  # their slots are free then
         n = min(n, self._index_room(slot, n))
         taken: list[Reservation] = []
+        try:
+            self._fill(slot, n, taken)
+        except BaseException:
+            self._table.release(taken)
+            raise
+        return taken
+
+    def _fill(self, slot: SlotLayout, n: int, taken: list[Reservation]) -> None:
         made, reclaim = self._room.widen(slot, n), True
         while len(taken) < n:
             if got := self._table.take(slot, min(n - len(taken), TRANSACTION)):
@@ -36,12 +44,15 @@ class Allocator:
                 made, reclaim = Made.YES, made is Made.OVER_CAP
             elif not self._evict(slot, min(n - len(taken), TRANSACTION), "capacity"):
                 break
-        return taken
 
     def _lease(self, taken: list[Reservation]) -> bool:
         """Tells other processes that these slots are taken; where that fails they are given back."""
-        if self._ledger.tell([], self._table.lease_items([taken[0].lease])):
-            return True
+        try:
+            if self._ledger.tell([], [self._table.leases.item(taken[0].lease)]):
+                return True
+        except BaseException:
+            self._table.release(taken)
+            raise
         self._table.release(taken)
         return False
 

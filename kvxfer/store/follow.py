@@ -12,7 +12,7 @@ import lmdb
 
 from kvxfer.errors import FormatError, IOFault
 from kvxfer.report import reporter
-from kvxfer.store.index import Index
+from kvxfer.store.index import TRANSACTION, Index
 from kvxfer.store.members import RootLock
 from kvxfer.store.records import (
     EntryName,
@@ -44,10 +44,15 @@ class Follower:
     def __init__(self, index: Index, table: Table, room: SlabRoom, lock: RootLock) -> None:
         self.members: dict[int, MemberRow] = {}  # by seat
         self.me = MemberRow(lock.seat, table.leases.epoch, os.getpid())
+        self._unopened: set[int] = set()  # slabs that are there, and that this process could not open
         self._index, self._table, self._room, self._lock = index, table, room, lock
 
-    def catch_up(self) -> None:
-        """Brings everything up to date. Storage errors are counted: the index is then written anew from the table."""
+    def catch_up(self) -> bool:
+        """Brings everything up to date; False where that failed while others are there: nothing may be changed then.
+
+        Storage errors are counted. The index is then read again, or written anew from the table, by `Index.recover`.
+        """
+        behind = False
         try:
             changed = self._index.changes()
             if changed is None:
@@ -57,10 +62,14 @@ class Follower:
             self._sign()
         except (lmdb.Error, OSError) as exc:
             self._index.failed("catching up", exc)
+            self._index.forget_position()
+            behind = not self.is_alone
         except BaseException:
             self._index.forget_position()
             raise
-        self._room.finish()
+        if not behind:
+            self._room.finish()
+        return not behind
 
     def _sign(self) -> None:
         """Tells others that this process is there, as long as the index does not say it."""
@@ -76,8 +85,9 @@ class Follower:
         stale: list[Name] = [SlabName(slab_id) for slab_id in self._room.rows]
         stale += [MemberName(seat) for seat in self.members]
         with self._table.lock:
-            stale += [EntryName(entry.digest, entry.key) for entry in self._table.living()]
-            stale += self._table.leases.names()
+            living, leases = self._table.living(), self._table.leases.names()
+        stale += [EntryName(entry.digest, entry.key) for entry in living]
+        stale += leases
         self._apply([name for name in stale if (type(name), name) not in kept])
         self._apply(rows)
         self._sign()
@@ -149,32 +159,47 @@ class Follower:
         self._table.close_idle()
 
     def _apply_entries(self, changed: list[Row | Name]) -> None:
-        if not changed:
-            return
-        table = self._table
-        with table.lock:
-            for change in changed:
-                match change:
-                    case IndexRecord():
-                        table.follow_put(change)
-                    case EntryName(digest, key):
-                        table.follow_delete(digest, key)
-                    case LeaseRow():
-                        table.follow_lease(change)
-                    case LeaseName(epoch, number):
-                        table.follow_lease_end(epoch, number)
+        for start in range(0, len(changed), TRANSACTION):  # a pin is not to wait for a million of them
+            with self._table.lock:
+                for change in changed[start : start + TRANSACTION]:
+                    self._apply_entry(change)
+
+    def _apply_entry(self, change: Row | Name) -> None:
+        match change:
+            case IndexRecord():
+                self._table.follow_put(change)
+            case EntryName(digest, key):
+                self._table.follow_delete(digest, key)
+            case LeaseRow():
+                self._table.follow_lease(change)
+            case LeaseName(epoch, number):
+                self._table.follow_lease_end(epoch, number)
 
     def _slab(self, row: SlabRow) -> None:
         self._room.note(row)
+        self._unopened.discard(row.slab_id)
         if not row.is_ready:
             self._retire(row.slab_id)
         elif row.slab_id not in self._table.slabs_by_id:
-            try:
-                if (slab := self._room.open(row.slab_id)) is not None:
-                    self._table.attach(slab)
-            except (IOFault, FormatError) as exc:
-                self._room.errors += 1
-                reporter.warn(f"slab {row.slab_id}", f"another process's slab cannot be opened here: {exc}")
+            self._open(row.slab_id)
+
+    def _open(self, slab_id: int) -> bool:
+        try:
+            if (slab := self._room.open(slab_id)) is not None:
+                self._table.attach(slab)
+                return True
+        except (IOFault, FormatError) as exc:
+            self._room.errors += 1
+            self._unopened.add(slab_id)
+            reporter.warn(f"slab {slab_id}", f"another process's slab cannot be opened here: {exc}")
+        return False
+
+    def retry(self) -> None:
+        """Tries slabs again that could not be opened; what is in them is read with the next look at the index."""
+        for slab_id in list(self._unopened & self._room.rows.keys()):
+            self._unopened.discard(slab_id)
+            if self._open(slab_id):
+                self._index.forget_position()
 
     def _retire(self, slab_id: int) -> None:
         with self._table.lock:

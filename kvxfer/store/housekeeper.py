@@ -28,8 +28,10 @@ def _run(known: weakref.ref[Store], stop: threading.Event) -> None:
         try:
             if store.has_work():
                 store.maintain()
-        except StoreError:
-            return  # closed
+        except StoreError as exc:
+            if store.is_closed:
+                return
+            reporter.warn("housekeeping", f"housekeeping failed: {exc}")
         except Exception as exc:  # a defect: whatever it is, other processes must still be heard of
             reporter.warn("housekeeping", f"housekeeping failed: {exc!r}")
         del store

@@ -288,11 +288,13 @@ class Index:
             if not self._ready():
                 return False
             try:
+                followed = self._is_followed
                 with self._env.begin(write=True) as txn:
                     conflicts, done = self._change(txn, deletes, puts, rows)
                     if self.shared:
                         changes.append(txn, done, self.map_bytes // _LOG_SHARE)
-                self._follow_own()
+                if followed:  # or what others did before would be passed over
+                    self._follow_own()
             except (lmdb.Error, OSError) as exc:
                 self.failed("transaction", exc)
                 if not isinstance(exc, _BROKEN):
@@ -339,7 +341,12 @@ class Index:
 
     def _follow_own(self) -> None:
         """What this process has committed it need not hear of. (A transaction that changed nothing has no number.)"""
-        self._position = self._env.info()["last_txnid"]
+        self._position = int(self._env.info()["last_txnid"])
+
+    @property
+    def _is_followed(self) -> bool:
+        """Whether this process knows of every transaction."""
+        return bool(self._position == self._env.info()["last_txnid"])
 
     def epoch_order(self, epoch: int) -> int:
         """When an epoch was used first, against others."""

@@ -46,16 +46,19 @@ class Leases:
             return
         if not told:
             self._changed[lease.number] = lease
-            return
-        self._changed.pop(lease.number, None)
-        if not lease.slots:
+        elif not lease.slots and lease.number not in self._changed:
             self._own.pop(lease.number, None)
 
     def without(self, committed: Iterable[Reservation]) -> list[Item]:
-        """What the index is to say of leases when these are committed: an entry takes the place of each."""
+        """What the index is to say of leases when these are committed: an entry takes the place of each.
+
+        Where it cannot be said the reservations are released, and so are on the list again.
+        """
         leases: dict[int, tuple[Lease, set[int]]] = {}
         for one in committed:
             leases.setdefault(one.lease.number, (one.lease, set()))[1].add(one.generation)
+        for number in leases:
+            self._changed.pop(number, None)  # what is released from here on is not in these
         return [self._item(lease, gone_with) for lease, gone_with in leases.values()]
 
     def take_changed(self, most: int) -> list[Lease]:

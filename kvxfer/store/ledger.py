@@ -30,12 +30,16 @@ class Ledger:
     def tell(self, puts: Sequence[Put], rows: Sequence[Item] = ()) -> bool:
         """One transaction: these, what was invalidated since the last one, and leases that have changed."""
         table = self._table
-        doomed, changed = table.doomed(TRANSACTION), table.changed_leases(TRANSACTION)
+        doomed = table.doomed(TRANSACTION)
         deletes = [IndexRecord.of(entry) for entry in doomed]
-        done = self._index.apply(deletes, puts, [*table.lease_items(changed), *rows])
+        with table.lock:
+            changed = table.leases.take_changed(TRANSACTION)
+            leases = [table.leases.item(lease) for lease in changed]
+        done = self._index.apply(deletes, puts, [*leases, *rows])
         if done:
             table.settle(doomed)
-        else:
-            table.keep_doomed(doomed)
-            table.keep_changed(changed)
-        return done
+            return True
+        table.keep_doomed(doomed)
+        with table.lock:
+            table.leases.keep_changed(changed)
+        return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,9 @@ _PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 2e-3
 _SIGN_BYTES = 16
 
 
+_LOCKS: weakref.WeakSet[RootLock] = weakref.WeakSet()
+
+
 class RootBusy(StoreError):
     """Another process holds the root's lock for too long: it was stopped, or hangs in a call on the disk."""
 
@@ -36,6 +40,7 @@ class RootLock:
     def __init__(self, fd: int, path: Path) -> None:
         """For `open` only."""
         self.seat = 0
+        self._depth = 0
         self._fd = fd
         self._path = path
         self._patient = True
@@ -49,11 +54,13 @@ class RootLock:
         """
         path = root / LOCK_FILE
         flags = os.O_RDONLY if only_look else os.O_RDWR | os.O_CREAT
-        return cls(sys_open(path, flags | os.O_NOFOLLOW), path)
+        lock = cls(sys_open(path, flags | os.O_NOFOLLOW), path)
+        _LOCKS.add(lock)
+        return lock
 
     @contextmanager
     def held(self, timeout: float | None = None) -> Iterator[None]:
-        """The root's lock, for the block. Not to be nested; between threads of one store another lock decides.
+        """The root's lock, for the block. Between threads of one store another lock decides; one thread may nest it.
 
         Args:
             timeout: seconds to wait for it; None: LOCK_TIMEOUT_S, but no time at all after that was too little once.
@@ -62,12 +69,16 @@ class RootLock:
             RootBusy: another process kept it.
             IOFault: the call failed.
         """
-        self._acquire(timeout)
+        if not self._depth:
+            self._acquire(timeout)
+        self._depth += 1
         try:
             yield
         finally:
+            self._depth -= 1
             try:
-                sys_unlock(self._fd, _ROOT, self._path)
+                if not self._depth:
+                    sys_unlock(self._fd, _ROOT, self._path)
             except IOFault as exc:  # nothing can be done: it goes when the file is closed
                 reporter.warn("lock", f"the root's lock cannot be given back: {exc}")
 
@@ -135,8 +146,25 @@ class RootLock:
         except IOFault:
             return []
 
+    def is_named(self) -> bool:
+        """Whether the file is still the one under its name: others may have removed the root and made a new one."""
+        try:
+            named, mine = os.stat(self._path), os.fstat(self._fd)
+        except OSError:
+            return False
+        return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+
     def drop(self) -> None:
         """Closes the file: the seat is free for another. In the child of a fork the parent keeps it."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             sys_close(fd)
+
+
+def _after_fork() -> None:
+    # The child must not keep its parent's seat, or the root's lock, when the parent has gone.
+    for lock in list(_LOCKS):
+        lock.drop()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -27,7 +27,6 @@ def refuse_twice(root: Path) -> None:
 
 
 def _after_fork() -> None:
-    # The child must not keep the parent's seat when the parent has gone.
     for store in list(_OPEN):
         store.forget()
 

@@ -22,7 +22,7 @@ from kvxfer.store.index import TRANSACTION, Index
 from kvxfer.store.members import RootLock
 from kvxfer.store.namespaces import NamespaceFiles
 from kvxfer.store.rebuild import scan_slabs
-from kvxfer.store.records import IndexRecord, MemberRow, Row, SlabRow, SlabState
+from kvxfer.store.records import EpochRow, IndexRecord, MemberRow, Row, SlabRow, SlabState
 from kvxfer.store.root import (
     INDEX,
     NAMESPACES,
@@ -82,14 +82,14 @@ def lock_root(config: StoreConfig) -> tuple[RootLock, IOMode | None]:
     return RootLock.open(root), mode
 
 
-def open_root(config: StoreConfig, lock: RootLock, mode: IOMode | None) -> Opened:
-    """Checks everything. With the root's lock.
+def open_root(config: StoreConfig, lock: RootLock, others: list[int], mode: IOMode | None) -> Opened:
+    """Checks everything. With the root's lock. `others`: seats of processes that have it open.
 
     Raises:
         ConfigError, FormatError, StoreError, IOFault: as Store.open says; a root that was there is as it was.
     """
     root = config.root
-    info, others = read_root(root), lock.others()
+    info = read_root(root)
     if info is None and mode is not None and not others:
         write_root(root, info := RootInfo(mode.alignment, 0).with_limits(config))
     elif info is None:
@@ -109,7 +109,7 @@ def open_root(config: StoreConfig, lock: RootLock, mode: IOMode | None) -> Opene
 
 
 def _check_limits(config: StoreConfig, theirs: StoreConfig, lock: RootLock) -> None:
-    for name in ("capacity_bytes", "max_files", "effective_index_map_bytes"):
+    for name in ("capacity_bytes", "max_files", "effective_slab_bytes", "effective_index_map_bytes"):
         if getattr(config, name) != getattr(theirs, name):
             raise ConfigError(
                 f"{name}={getattr(config, name)}, but processes {lock.pids()} have {config.root} open with "
@@ -185,11 +185,13 @@ def join(opened: Opened, config: StoreConfig, index: Index, threads: int) -> lis
     try:
         rows = index.join()
         present = {(row.seat, row.pid) for row in rows if isinstance(row, MemberRow)}
-        missing = [seat for seat in opened.others if (seat, opened.lock.pid(seat)) not in present]
+        # One that could not sign is believed to be the one that the index names.
+        seats = {seat for seat, _ in present}
+        signed = {seat: opened.lock.pid(seat) for seat in opened.others}
+        missing = [seat for seat, pid in signed.items() if seat not in seats or (pid and (seat, pid) not in present)]
         index.lost = f"it does not know the processes in seats {missing}" if missing else ""
     except (lmdb.Error, OSError) as exc:
         index.lost = f"unreadable: {exc}"
-    index.mark_open()
     if index.lost:
         rows = _scan_beside_others(opened, index, threads)
     known = {row.slab_id for row in rows if isinstance(row, SlabRow)}
@@ -197,18 +199,22 @@ def join(opened: Opened, config: StoreConfig, index: Index, threads: int) -> lis
         if slab.slab_id not in known and not slab.error:  # nobody's, or one that the first process could not open
             _count_other(opened, slab.path)
     config.check_room(opened.other_bytes, opened.other_files)
+    index.mark_open()
+    if index.lost:
+        others = [row for row in rows if not isinstance(row, EpochRow)]
+        index.recreate(others, {row.epoch: row.order for row in rows if isinstance(row, EpochRow)})
     return rows
 
 
 def _scan_beside_others(opened: Opened, index: Index, threads: int) -> list[Row]:
-    """The index anew. What other processes have taken is not known: they cannot commit it, and say who they are."""
+    """What the slots say. What other processes have taken is not known: they cannot commit it, and sign in again."""
     _open_slabs(opened)
     scan = scan_slabs(opened.slabs, threads)
     rows: list[Row] = [SlabRow(s.slab_id, SlabState.READY, slab_cost(s.file_bytes)) for s in opened.slabs]
     rows += scan.records
+    rows += [EpochRow(epoch, 0) for epoch in scan.epochs]
     opened.rebuilds, opened.rebuild_reason = 1, index.lost
     reporter.warn("rebuild", f"index rebuilt from {len(opened.slabs)} slabs: {index.lost}")
-    index.recreate(rows, dict.fromkeys(scan.epochs, 0))
     for slab in opened.slabs:
         slab.close()
     opened.slabs = []
@@ -216,15 +222,15 @@ def _scan_beside_others(opened: Opened, index: Index, threads: int) -> list[Row]
 
 
 def _note_limits(opened: Opened, config: StoreConfig) -> None:
-    """Writes down the limits, for processes that open the root beside this one, and for tools."""
+    """Writes down limits that have changed: processes that open the root beside this one are held to them.
+
+    Raises:
+        IOFault: they could not be written, so that another process could pass them.
+    """
     info = opened.info.with_limits(config)
     if info == opened.info:
         return
-    try:
-        write_root(config.root, info)
-    except IOFault as exc:  # a full disk must not keep a server from starting
-        reporter.warn("limits", f"the limits cannot be written down: {exc}")
-        return
+    write_root(config.root, info)
     opened.info = info
 
 

@@ -42,7 +42,8 @@ class Publisher:
             entry = Entry(digest, key, reservation.slab, reservation.slot, reservation.generation, mask)
             planned[key] = entry, reservation
             puts[key] = Put(IndexRecord.of(entry), known.generation if known else 0)
-        left = self._table.leases_without(reservation for _, reservation in planned.values())
+        with self._table.lock:
+            left = self._table.leases.without(reservation for _, reservation in planned.values())
         done = self._ledger.tell(list(puts.values()), left)
         for entry, reservation in planned.values():
             if done:

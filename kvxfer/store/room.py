@@ -206,6 +206,8 @@ class SlabRoom:
             if self._tell(slab.slab_id, SlabState.READY, cost):
                 slab.stuck = True
                 self._table.attach(slab)
+            else:
+                slab.close()
             return False
         self._tell_gone(slab.slab_id)
         slab.close()

@@ -120,7 +120,8 @@ class SlabFile:
 
     __slots__ = (
         "_file", "_freed", "_fresh", "_taken", "entries", "file_bytes", "free_slots", "held", "last_used", "layout",
-        "lessees", "name", "num_slots", "path", "policy", "retired", "slab_id", "slot_bytes", "stuck", "usable",
+        "lessees", "name", "num_slots", "owners", "path", "policy", "retired", "slab_id", "slot_bytes", "stuck",
+        "usable",
     )  # fmt: skip
 
     policy: CachePolicy[Entry]  # of its layout; set by the table that it is attached to
@@ -136,6 +137,7 @@ class SlabFile:
         self.usable = header.num_slots  # fewer where the file was cut short and could not be extended
         self.entries: dict[int, Entry] = {}  # by slot; dead ones too, until their slot is free
         self.lessees: dict[int, tuple[int, int]] = {}  # slots that other processes took: the lease they are in
+        self.owners: dict[int, int] = {}  # slots that this process took and has not settled: their generations
         self.held = 0  # pinned entries, reserved and quarantined slots: the file must stay
         self.last_used = 0  # the table's clock at the latest use of any entry
         self.retired = False  # being removed: gives no slots

@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING
 from kvxfer.config import StoreConfig
 
 if TYPE_CHECKING:
-    from kvxfer.store.follow import Follower
-    from kvxfer.store.index import Index
-    from kvxfer.store.opening import Opened
-    from kvxfer.store.room import SlabRoom
-    from kvxfer.store.table import Table
+    from kvxfer.store.assembly import Parts
 
 # Every reason is there from the start, at zero.
 EVICTION_REASONS = ("capacity", "reclaimed", "index", "shrunk")
@@ -77,17 +73,9 @@ class Counts:
     namespace_errors: int = 0
 
 
-def gather(
-    config: StoreConfig,
-    weight_epoch: int,
-    counts: Counts,
-    opened: Opened,
-    table: Table,
-    room: SlabRoom,
-    index: Index,
-    follower: Follower,
-) -> StoreStats:
+def gather(config: StoreConfig, weight_epoch: int, counts: Counts, parts: Parts) -> StoreStats:
     """Everything, from those who know it."""
+    opened, index, table, room, follower = parts.opened, parts.index, parts.table, parts.room, parts.follower
     slabs, disk_bytes, index_bytes = table.slabs(), room.used_bytes, index.data_bytes
     with table.lock:
         return StoreStats(

@@ -29,28 +29,25 @@ from typing import Any, Self
 
 from kvxfer.config import StoreConfig
 from kvxfer.errors import ConfigError, ForkError, FormatError, IOFault, StoreError
-from kvxfer.io.modes import IOMode
 from kvxfer.keys import Namespace
 from kvxfer.policy import LRUPolicy
 from kvxfer.report import reporter
 from kvxfer.slot import SlotLayout
 from kvxfer.store.allocator import Allocator
+from kvxfer.store.assembly import Parts, assemble
 from kvxfer.store.entry import Entry, Reservation, SlotState
-from kvxfer.store.follow import Follower
-from kvxfer.store.generations import Generations
 from kvxfer.store.housekeeper import keep_house
-from kvxfer.store.index import TRANSACTION, Index
+from kvxfer.store.index import TRANSACTION
 from kvxfer.store.ledger import Ledger
-from kvxfer.store.members import RootBusy, RootLock
+from kvxfer.store.members import RootBusy
 from kvxfer.store.namespaces import NamespaceFiles, describe
 from kvxfer.store.open_here import refuse_twice, remember
-from kvxfer.store.opening import Opened, fill, join, lock_root, open_root
+from kvxfer.store.opening import lock_root
 from kvxfer.store.publisher import Publisher
-from kvxfer.store.records import EpochRow, IndexRecord, Row, gone
-from kvxfer.store.room import SlabRoom
-from kvxfer.store.root import INDEX, raise_weight_epoch, read_root, root_stamp, write_root
+from kvxfer.store.records import gone
+from kvxfer.store.root import raise_weight_epoch, read_root, root_stamp, write_root
 from kvxfer.store.stats import Counts, StoreStats, gather
-from kvxfer.store.table import Policies, Table
+from kvxfer.store.table import Policies
 
 REAP_S = 1.0  # how often they are looked for
 
@@ -61,24 +58,19 @@ class Store:
     After a fork the child's copy is of no use: every method but `close` raises ForkError there.
     """
 
-    def __init__(
-        self, config: StoreConfig, opened: Opened, index: Index, table: Table, room: SlabRoom, follower: Follower
-    ) -> None:
+    def __init__(self, config: StoreConfig, parts: Parts) -> None:
         """For `open` only."""
         self.config = config
-        self._opened = opened
-        self._lock = opened.lock
-        self._index = index
-        self._table = table
-        self._room = room
-        self._follower = follower
-        self._ledger = Ledger(table, index)
-        self._allocator = Allocator(table, room, index, self._ledger)
+        self._parts = parts
+        self._opened, self._index, self._table = parts.opened, parts.index, parts.table
+        self._follower, self._lock = parts.follower, parts.opened.lock
+        self._ledger = Ledger(self._table, self._index)
+        self._allocator = Allocator(self._table, parts.room, self._index, self._ledger)
         self._counts = Counts()
-        self._publisher = Publisher(table, self._ledger, self._counts)
+        self._publisher = Publisher(self._table, self._ledger, self._counts)
         self._namespaces = NamespaceFiles(config)
         self._change = threading.RLock()
-        self._info = opened.info
+        self._info = parts.opened.info
         self._stamp = root_stamp(config.root)
         self._pid = os.getpid()
         self._closed = False
@@ -114,50 +106,16 @@ class Store:
         lock, mode = lock_root(config)
         try:
             with lock.held(config.open_timeout_s):
-                store = cls._open_locked(config, lock, mode, writers, policy)
+                others = lock.others()
+                lock.sit()
+                store = cls(config, assemble(config, lock, others, mode, writers, policy))
         except BaseException:
             lock.drop()
             raise
         remember(store)
+        weakref.finalize(store, lock.drop).atexit = False  # one that is forgotten leaves no seat taken
         if housekeeping:
             keep_house(weakref.ref(store), store._stop)
-        return store
-
-    @classmethod
-    def _open_locked(
-        cls, config: StoreConfig, lock: RootLock, mode: IOMode | None, writers: int, policy: Policies
-    ) -> Store:
-        opened = open_root(config, lock, mode)
-        index = Index(config.root / INDEX, config.effective_index_map_bytes)
-        try:
-            rows: list[Row] = []
-            if opened.others:
-                rows = join(opened, config, index, writers)
-                epochs = {row.epoch for row in rows if isinstance(row, EpochRow)}
-                epochs |= {row.generation >> 32 for row in rows if isinstance(row, IndexRecord)}
-            else:
-                fill(opened, config, index, writers)
-                epochs = set(opened.epochs)
-            lock.sit()
-            table = Table(Generations(epochs), writers, policy)
-            room = SlabRoom(config, opened, table, index, writers)
-            follower = Follower(index, table, room, lock)
-            index.living = follower.everything
-            for slab in opened.slabs:
-                table.attach(slab)
-            table.load(opened.entries)
-            table.evictions["shrunk"] = opened.shrunk
-            if opened.others:
-                follower.reload(rows)
-            else:
-                follower.begin()
-            index.add_epoch(table.generations.epoch)
-        except BaseException:
-            index.drop()
-            opened.close()
-            raise
-        store = cls(config, opened, index, table, room, follower)
-        opened.entries, opened.found, opened.slabs = [], [], []
         return store
 
     @classmethod
@@ -201,12 +159,14 @@ class Store:
         Other processes see it within 100 ms.
 
         Raises:
-            IOFault: it could not be written down; nothing has changed.
+            IOFault: it could not be written down: `weight_epoch` says whether it is raised until the machine goes down.
             StoreError: another process keeps the root locked.
         """
         with self._changing():
-            write_root(self.config.root, replace(self._info, weight_epoch=self._info.weight_epoch + 1))
-            self._read_root()
+            try:
+                write_root(self.config.root, replace(self._info, weight_epoch=self._info.weight_epoch + 1))
+            finally:
+                self._read_root()  # it may be there although it is not known to be on the device
             return self.weight_epoch
 
     bump_epoch_of = staticmethod(raise_weight_epoch)  # without opening the store, whoever has it open
@@ -216,6 +176,8 @@ class Store:
         stamp = root_stamp(self.config.root)
         if stamp == self._stamp:
             return
+        if not self._lock.is_named():
+            raise RootBusy(f"{self.config.root} was taken away, or made anew by another process: open it anew")
         try:
             info = read_root(self.config.root)
         except (FormatError, IOFault) as exc:
@@ -236,7 +198,7 @@ class Store:
         if slot.alignment != self.alignment:
             raise ConfigError(f"slots are aligned to {slot.alignment}, but {self.config.root} to {self.alignment}")
         with self._changing():
-            self._room.slots_per_slab(slot)
+            self._parts.room.slots_per_slab(slot)
             digest = namespace.digest(self.weight_epoch)
             text = describe(namespace, slot, self.weight_epoch)
             try:
@@ -247,13 +209,17 @@ class Store:
             self._table.serve(digest, slot)
             return digest
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def belongs_here(self, root: Path) -> bool:
         """Whether it is this process's, of that root, and has not given it back."""
         return self._pid == os.getpid() and not self._gone.is_set() and self.config.root.resolve() == root.resolve()
 
     def forget(self) -> None:
-        """In the child of a fork: lets go of what the child must not keep, or close, for its parent."""
-        self._lock.drop()
+        """In the child of a fork: LMDB opens a file once in a process, and counts the parent's."""
         self._index.drop()
 
     # ---- lookups -----------------------------------------------------------------------------------------
@@ -363,7 +329,7 @@ class Store:
             self._table.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
             outcome += [False] * (len(items) - len(outcome))
         except StoreError:
-            self._table.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
+            self.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
             raise
         return outcome
 
@@ -371,6 +337,7 @@ class Store:
         """Gives slots back unwritten, or those in quarantine whose write has returned."""
         self._check(closed_ok=True)
         self._table.release(reservations)
+        self._give_seat_back()
 
     def quarantine(self, reservation: Reservation) -> None:
         """Keeps a slot from everybody while a write that was given up may still land in it; `release` ends it."""
@@ -388,11 +355,13 @@ class Store:
             Whether the index is as the table.
         """
         try:
-            with self._changing():
-                if time.monotonic() >= self._next_reap:
+            with self._changing(mending=True):
+                usable = self._index.recover()
+                if usable and time.monotonic() >= self._next_reap:
                     self._next_reap = time.monotonic() + REAP_S
                     self._follower.reap()
-                return self._index.recover() and self._ledger.settle()
+                    self._follower.retry()
+                return usable and self._ledger.settle()
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
             return False
@@ -409,7 +378,7 @@ class Store:
             self._change.release()
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _changing(self, mending: bool = False) -> Iterator[None]:
         """The locks of changes, for a store that is open, and a table that is up to date.
 
         Every change of the disk but a close is inside of it.
@@ -422,7 +391,8 @@ class Store:
             self._check()
             with self._lock.held():
                 self._read_root()
-                self._follower.catch_up()
+                if not self._follower.catch_up() and not mending:
+                    raise RootBusy(f"the index of {self.config.root} cannot be read at the moment")
                 yield
 
     def _check(self, closed_ok: bool = False) -> None:
@@ -434,14 +404,14 @@ class Store:
     def stats(self) -> StoreStats:
         """Counters and gauges; takes the table's lock alone."""
         self._check(closed_ok=True)
-        parts = self._opened, self._table, self._room, self._index, self._follower
-        return gather(self.config, self.weight_epoch, self._counts, *parts)
+        return gather(self.config, self.weight_epoch, self._counts, self._parts)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Writes the index down and gives the root back. Closing twice is fine; in a fork's child it does nothing.
 
         Jobs should have ended. What is pinned or reserved keeps its slab's file open, and its record valid, until it is
-        given back (unpin, release, commit); its slot may be written by another process meanwhile.
+        given back (unpin, release, commit). Reserved slots stay this process's until then, also under lost writes; what
+        is pinned may be overwritten by another process meanwhile.
 
         Args:
             timeout: seconds to wait for calls on the root: those under way in other threads, and this one's own. Where
@@ -474,22 +444,25 @@ class Store:
                     self._leave()
             except (RootBusy, IOFault) as exc:  # others will find the seat empty
                 self._keep_waiting(exc)
+            finally:
                 self._index.close(last=False)
-            self._table.close()
-            self._lock.drop()
-            self._gone.set()
+                self._table.close()
+                self._gone.set()
+                self._give_seat_back()
+                reporter.flush()
 
     def _leave(self) -> None:
         """Tells the other processes, or the next one, that this one has nothing here any more."""
         self._follower.catch_up()
         self._ledger.settle()
-        leases = [gone(row) for row in self._table.leases.own_rows()]
-        self._index.apply([], [], [*leases, gone(self._follower.me)])
-        try:
-            last = not self._lock.others()
-        except IOFault:
-            last = False
-        self._index.close(last=last)
+        if not self._table.leases.own_rows():
+            self._index.apply([], [], [gone(self._follower.me)])
+            self._index.close(last=not self._lock.others())
+
+    def _give_seat_back(self) -> None:
+        """Once it is closed and nothing can be written by it any more."""
+        if self._gone.is_set() and not self._table.reserved and not self._table.quarantined:
+            self._lock.drop()
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,8 @@
 """The process's own picture of the store: which entry has which slot, who holds it, and what is free.
 
-Everything here is memory: no call blocks, and `lock` is held for short, counted steps only. Lookups take no lock. Only
-once it is closed does what is given back close files, after the lock.
+Everything here is memory: no call blocks, and `lock` is held for short, counted steps only. Lookups take no lock. Files
+are closed, after the lock, where what is given back was the last in a slab that another process removed, or once the
+table is closed.
 The order of changes against the index is the store's business (store.py).
 """
 
@@ -12,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.policy import CachePolicy
 from kvxfer.slot import SlotLayout
-from kvxfer.store.entry import Entry, Lease, Reservation, SlotState, pack_chunk
+from kvxfer.store.entry import Entry, Reservation, SlotState, pack_chunk
 from kvxfer.store.generations import Generations
 from kvxfer.store.leases import Leases
-from kvxfer.store.records import IndexRecord, Item, LeaseRow, Row
+from kvxfer.store.records import IndexRecord, LeaseRow, Row
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
 
@@ -206,15 +207,15 @@ class Table:
     def coldest_layout(self) -> SlotLayout | None:
         """The layout whose first victim was used longest ago; None where there is no victim at all."""
         with self.lock:
-            firsts = [victim for slots in self.classes.values() for victim in slots.policy.victims(1)]
-            coldest = min(firsts, key=lambda victim: victim.tick, default=None)
+            firsts = [slots.policy.first() for slots in self.classes.values()]
+            coldest = min(filter(None, firsts), key=lambda victim: victim.tick, default=None)
             return None if coldest is None else coldest.slab.layout
 
     def next_victim_tick(self, layout: SlotLayout) -> int | None:
         """When the first victim of a class was used last; None if it has none."""
         with self.lock:
-            first = self._slot_class(layout).policy.victims(1)
-            return first[0].tick if first else None
+            first = self._slot_class(layout).policy.first()
+            return None if first is None else first.tick
 
     # ---- slots -------------------------------------------------------------------------------------------
 
@@ -228,7 +229,9 @@ class Table:
             while available and len(taken) < n:
                 slots.rotor = (slots.rotor + 1) % min(len(available), self._writers)
                 slab = available[slots.rotor]
-                taken.append(Reservation(slab, slab.take(), self.generations.next(), lease))
+                one = Reservation(slab, slab.take(), self.generations.next(), lease)
+                slab.owners[one.slot] = one.generation
+                taken.append(one)
                 slab.held += 1
                 if not slab.free_slots:
                     del available[slots.rotor]
@@ -264,12 +267,15 @@ class Table:
         else:
             self.quarantined -= 1
         reservation.state = SlotState.SETTLED
-        self._let_go(reservation.slab)
+        slab = reservation.slab
+        if slab.owners.get(reservation.slot) == reservation.generation:
+            del slab.owners[reservation.slot]
+        self._let_go(slab)
         self.leases.settle(reservation, told)
 
     def _free(self, slab: SlabFile, slot: int) -> None:
-        # After a lease that became void, or a pin that outlived its entry, the slot may be another process's by now.
-        if slot in slab.entries or slot in slab.lessees:
+        # After a lease that became void, or a pin that outlived its entry, the slot may be another's by now.
+        if slot in slab.entries or slot in slab.lessees or slot in slab.owners:
             return
         if slab.free(slot) and not slab.retired and slab.free_slots == 1:
             self.classes[slab.layout].available.append(slab)
@@ -414,26 +420,6 @@ class Table:
         """Puts them back on it."""
         with self.lock:
             self._doomed = entries + self._doomed
-
-    def changed_leases(self, most: int) -> list[Lease]:
-        """Leases.take_changed."""
-        with self.lock:
-            return self.leases.take_changed(most)
-
-    def lease_items(self, leases: Iterable[Lease]) -> list[Item]:
-        """Leases.item of each."""
-        with self.lock:
-            return [self.leases.item(lease) for lease in leases]
-
-    def leases_without(self, committed: Iterable[Reservation]) -> list[Item]:
-        """Leases.without."""
-        with self.lock:
-            return self.leases.without(committed)
-
-    def keep_changed(self, leases: list[Lease]) -> None:
-        """Leases.keep_changed."""
-        with self.lock:
-            self.leases.keep_changed(leases)
 
     def settle(self, entries: Iterable[Entry], reason: str | None = None) -> None:
         """The index has forgotten them: their slots are free when their last pin goes."""

@@ -307,6 +307,24 @@ def test_a_slot_under_a_lost_write_is_not_reused_until_it_returns(tmp_root: Path
         node.check(range(10))
 
 
+def test_a_lost_write_that_returns_before_its_job_ends(tmp_root: Path) -> None:
+    with Node(tmp_root, MODEL, io_threads=1, io_timeout_s=0.5) as node, FaultyIO() as io:
+        io.hang("pwrite", times=1, offset=(4096, 1 << 40))  # a slot, not a slab's header
+        node.writer.submit_store(1, keys_of(range(20)), range(20))
+        until(lambda: node.writer.stats()["lost_writes"] == 1, "a write is given up")
+        io.delay("pwrite", 0.1)  # the others of its job take their time
+        io.release()
+        until(lambda: node.writer.stats()["late_returns"] == 1, "it returns")
+        assert node.writer.stats()["jobs_open"] == 1
+        result = node.writer.wait([1], 30)[1]
+        assert [e.status for e in result.errors] == [Status.LOST]
+        until(lambda: node.store.stats().quarantined_slots == 0, "its slot comes back")
+        assert node.store.stats().reserved_slots == 0
+        assert node.put(range(20)).bitmap.all()
+        node.get(range(20))
+        node.check(range(20))
+
+
 def test_submit_never_waits_and_the_excess_is_dropped(tmp_root: Path) -> None:
     """R10: 50 ms a write, 5,000 stores."""
     with Node(tmp_root, MODEL, max_queued_store_chunks=64) as node, FaultyIO() as io:

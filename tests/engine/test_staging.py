@@ -78,12 +78,13 @@ def test_fewer_threads_where_the_bound_holds_no_more(tmp_root: Path) -> None:
 
 def test_the_gauge_stays_within_the_bound_while_calls_hang_and_return(tmp_root: Path) -> None:
     bound = 12 << 20
+    with Node(tmp_root, MODEL) as node:  # whose writes are not given up after 20 ms
+        assert node.put(range(40)).bitmap.all()
     with (
         Node(tmp_root, MODEL, io_threads=8, max_lost_threads=3, staging_bytes=bound, io_timeout_s=0.02,
              breaker_failures=0) as node,
         FaultyIO() as io,
     ):  # fmt: skip
-        node.put(range(40))
         resident = resident_bytes()
         for turn in range(6):
             for job in range(8):

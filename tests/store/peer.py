@@ -249,7 +249,7 @@ class Actor:
     def maintain(self, reap: bool = True) -> bool:
         if reap:
             self.store._next_reap = 0.0
-            self.store._room._finish_at = 0.0
+            self.store._parts.room._finish_at = 0.0
         return self.store.maintain()
 
     def bump_epoch(self) -> int:
@@ -296,7 +296,7 @@ class Actor:
     def picture(self) -> dict[str, Any]:
         """All that this process believes."""
         store = self.store
-        table, room_, follower = store._table, store._room, store._follower
+        table, room_, follower = store._table, store._parts.room, store._follower
         numbers = store.stats()
         with table.lock:
             living = table.living()

@@ -138,6 +138,9 @@ class StoreMachine(RuleBasedStateMachine):
         before = self.present()
         smaller = capacity < self.capacity
         self.live.close()
+        # Until its last slot is given back it counts as a process that has the root open.
+        self.live.release([slot for _, slot in self.slots])
+        self.live.release(self.quarantined)
         self.pins, self.slots, self.quarantined = [], [], []
         if lose_index:
             shutil.rmtree(self.root / "index")
