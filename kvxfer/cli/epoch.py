@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -39,9 +40,12 @@ def bump(
         if not (root / ROOT_FILE).exists():
             raise ConfigError(f"{root} is no kvxfer root: it has no {ROOT_FILE}")
         if not output.confirmed(f"Everything stored in {output.clean(root)} will be a miss. Go on?", yes):
+            if as_json:
+                output.print_json({"error": {"type": "Declined", "message": "nothing was changed"}})
             raise typer.Exit(output.FAILED)
         old, new = Store.bump_epoch_of(root)
-        if as_json:
-            output.print_json({"root": str(root), "old": old, "new": new})
-        else:
-            typer.echo(f"weight epoch of {output.clean(root)}: {old} -> {new}")
+        with suppress(OSError):  # it is raised, whoever may not hear of it
+            if as_json:
+                output.print_json({"root": str(root), "old": old, "new": new})
+            else:
+                typer.echo(f"weight epoch of {output.clean(root)}: {old} -> {new}")

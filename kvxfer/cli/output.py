@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import typer
@@ -38,8 +38,13 @@ def screen() -> Console:
 
 
 def print_json(report: object) -> None:
-    """One JSON object on standard output, in ASCII."""
+    """One JSON object on standard output, in ASCII.
+
+    Raises:
+        OSError: it could not be written.
+    """
     typer.echo(json.dumps(report))
+    sys.stdout.flush()
 
 
 @contextmanager
@@ -54,9 +59,11 @@ def errors(as_json: bool, *, damaged: int = BAD_INPUT) -> Iterator[None]:
         yield
     except (KvxferError, OSError) as exc:
         name, message = type(exc).__name__, clean(exc)
-        typer.echo(f"kvxfer: {name}: {message}", err=True)
-        if as_json:
-            print_json({"error": {"type": name, "message": message}})
+        with suppress(OSError):  # where the streams themselves are what failed, the code has to do
+            typer.echo(f"kvxfer: {name}: {message}", err=True)
+        with suppress(OSError):
+            if as_json:
+                print_json({"error": {"type": name, "message": message}})
         raise typer.Exit(damaged if isinstance(exc, FormatError) else BAD_INPUT) from None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 from pathlib import Path
 
 from kvxfer import _native
@@ -160,14 +161,20 @@ def read_upto(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
 
 
 def read_small(path: Path, limit: int = _CHUNK) -> bytes | None:
-    """A small file's bytes (at most `limit`); None if there is no such file."""
+    """A small file's bytes (at most `limit`); None if there is no such file.
+
+    Raises:
+        IOFault: it cannot be read, or is no file but something that could keep its reader waiting.
+    """
     try:
-        fd = sys_open(path, os.O_RDONLY)
+        fd = sys_open(path, os.O_RDONLY | os.O_NONBLOCK)
     except IOFault as exc:
         if exc.errno == errno.ENOENT:
             return None
         raise
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise fault(errno.EINVAL, "no regular file", path)
         return read_upto(fd, limit, 0, path)
     finally:
         sys_close(fd)
@@ -179,7 +186,8 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     Durable: the same holds after the machine went down, and the new ones are on the device when this returns.
 
     Raises:
-        IOFault: it failed; the old file is as it was and the temporary one is gone.
+        IOFault: it failed; the old file is as it was and the temporary one is gone. Where only the directory could not
+            be put on the device, the new one is there, until the machine goes down at least.
     """
     temporary = path.with_name(path.name + TEMPORARY)
     fd = sys_open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -9,8 +9,10 @@ root (members.py), so that no reader that was stopped keeps pages from being use
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -63,6 +65,9 @@ _BROKEN = tuple(
         "VersionMismatchError", "BadTxnError", "BadDbiError", "PageFullError", "CursorFullError",
     )
 )  # fmt: skip
+
+
+_INHERITED: list[Any] = []  # environments that a fork's parent has open
 
 
 class _File(Enum):
@@ -155,8 +160,17 @@ class Index:
         self._epochs = {row.epoch: row.order for row in rows if isinstance(row, EpochRow)}
         return rows
 
+    @staticmethod
+    def _close_inherited() -> None:
+        """Closes what a fork's parent has open, in a thread that is left behind if that never ends."""
+        while _INHERITED:
+            closing = threading.Thread(target=_INHERITED.pop().close, name="kvxfer-inherited", daemon=True)
+            closing.start()
+            closing.join(1.0)
+
     def _reopen(self, name: str = DATA) -> None:
         self.drop()
+        self._close_inherited()
         path = self.directory / name
         try:
             self._env = lmdb.open(
@@ -165,7 +179,9 @@ class Index:
             )  # fmt: skip
         except lmdb.Error as exc:
             if "already open in this process" in str(exc):  # no damage: a store of this process was left open
-                raise StoreError(f"{self.directory} is open in this process already") from exc
+                raise StoreError(
+                    f"{self.directory} is open in this process already, or was when it was forked from another"
+                ) from exc
             raise
         status = os.stat(path)
         self._inode, self._size = status.st_ino, status.st_size
@@ -446,6 +462,17 @@ class Index:
                 self.failed("sync", exc)
         self.drop()
         return clean and self._mark("clean")
+
+    def inherit(self) -> None:
+        """In the child of a fork: never touches what the parent has open, and never closes it.
+
+        Closing waits for calls that other threads were in when the process was forked; the child does not have them.
+        """
+        env, self._env = self._env, None
+        self._closed = True
+        if env is not None:
+            _INHERITED.append(env)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(env))  # nor at the interpreter's end
 
     def drop(self) -> None:
         """Closes the environment and promises nothing: the next open has to judge."""

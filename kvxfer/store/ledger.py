@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvxfer.store.entry import Reservation
 from kvxfer.store.index import TRANSACTION, Index
 from kvxfer.store.records import IndexRecord, Item, Put
 from kvxfer.store.table import Table
@@ -27,14 +28,21 @@ class Ledger:
                 return False
         return True
 
-    def tell(self, puts: Sequence[Put], rows: Sequence[Item] = ()) -> bool:
-        """One transaction: these, what was invalidated since the last one, and leases that have changed."""
+    def tell(self, puts: Sequence[Put], rows: Sequence[Item] = (), committed: Sequence[Reservation] = ()) -> bool:
+        """One transaction: these, what was invalidated since the last one, and leases that have changed.
+
+        Args:
+            puts: entries to write.
+            rows: other rows.
+            committed: the reservations that the entries take the place of.
+        """
         table = self._table
         doomed = table.doomed(TRANSACTION)
         deletes = [IndexRecord.of(entry) for entry in doomed]
-        with table.lock:
+        with table.lock:  # what is released from here on is told the next time
             changed = table.leases.take_changed(TRANSACTION)
             leases = [table.leases.item(lease) for lease in changed]
+            leases += table.leases.without(committed)
         done = self._index.apply(deletes, puts, [*leases, *rows])
         if done:
             table.settle(doomed)

@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvxfer.errors import IOFault, StoreError
@@ -53,7 +53,7 @@ class RootLock:
             IOFault: it cannot be.
         """
         path = root / LOCK_FILE
-        flags = os.O_RDONLY if only_look else os.O_RDWR | os.O_CREAT
+        flags = os.O_RDONLY | os.O_NONBLOCK if only_look else os.O_RDWR | os.O_CREAT
         lock = cls(sys_open(path, flags | os.O_NOFOLLOW), path)
         _LOCKS.add(lock)
         return lock
@@ -91,12 +91,14 @@ class RootLock:
             end = end or now + timeout
             if now >= end:
                 self._patient = False
-                raise RootBusy(
-                    f"{self._path} is locked by another process, one of {self.pids()}, for more than {timeout} seconds"
-                )
+                who = f"one of {pids}" if (pids := self.pids()) else "one that is opening it"
+                raise RootBusy(f"{self._path} is locked by another process, {who}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         self._patient = True
+        if not self._is_named():  # another process may have made a root there: its processes look at another file
+            sys_unlock(self._fd, _ROOT, self._path)
+            raise RootBusy(f"{self._path} was taken away, or is another file by now: open the root anew")
 
     def sit(self) -> int:
         """Takes a seat; its number. With the root's lock.
@@ -146,8 +148,7 @@ class RootLock:
         except IOFault:
             return []
 
-    def is_named(self) -> bool:
-        """Whether the file is still the one under its name: others may have removed the root and made a new one."""
+    def _is_named(self) -> bool:
         try:
             named, mine = os.stat(self._path), os.fstat(self._fd)
         except OSError:
@@ -155,7 +156,14 @@ class RootLock:
         return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
 
     def drop(self) -> None:
-        """Closes the file: the seat is free for another. In the child of a fork the parent keeps it."""
+        """Gives everything back, also where a child that was forked behind Python's back has the file open."""
+        if self._fd >= 0 and self.seat:
+            with suppress(IOFault):
+                sys_unlock(self._fd, self.seat, self._path)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file. In the child of a fork the parent keeps what it holds."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             sys_close(fd)
@@ -164,7 +172,7 @@ class RootLock:
 def _after_fork() -> None:
     # The child must not keep its parent's seat, or the root's lock, when the parent has gone.
     for lock in list(_LOCKS):
-        lock.drop()
+        lock.close()
 
 
 os.register_at_fork(after_in_child=_after_fork)

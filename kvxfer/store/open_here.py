@@ -27,6 +27,7 @@ def refuse_twice(root: Path) -> None:
 
 
 def _after_fork() -> None:
+    # Nothing here may wait: other threads, and what they held, are gone.
     for store in list(_OPEN):
         store.forget()
 

@@ -160,7 +160,8 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
         for record in records:
             opened.epochs.setdefault(record.generation >> 32, 0)
     else:
-        scan = scan_slabs(opened.slabs, threads)
+        most = config.slab_budget[0]  # larger ones go whatever is in them
+        scan = scan_slabs([slab for slab in opened.slabs if slab_cost(slab.file_bytes) <= most], threads)
         records, opened.epochs = scan.records, dict.fromkeys(scan.epochs, 0)
         if opened.slabs:
             opened.rebuilds, opened.rebuild_reason = 1, index.lost
@@ -266,8 +267,9 @@ def _open_slabs(opened: Opened) -> dict[int, tuple[FoundSlab, SlabHeader]]:
         if found.header is None:
             continue
         try:
-            opened.slabs.append(SlabFile.open(found, found.header, opened.mode.direct))
+            opened.slabs.append(slab := SlabFile.open(found, found.header, opened.mode.direct))
             headers[found.slab_id] = found, found.header
+            slab.usable = min(slab.usable, max(0, found.size - slab.layout.alignment) // slab.slot_bytes)
         except IOFault as exc:
             opened.slab_errors += 1
             reporter.warn(f"slab {found.slab_id}", f"a slab cannot be opened and is left alone: {exc}")

@@ -42,9 +42,7 @@ class Publisher:
             entry = Entry(digest, key, reservation.slab, reservation.slot, reservation.generation, mask)
             planned[key] = entry, reservation
             puts[key] = Put(IndexRecord.of(entry), known.generation if known else 0)
-        with self._table.lock:
-            left = self._table.leases.without(reservation for _, reservation in planned.values())
-        done = self._ledger.tell(list(puts.values()), left)
+        done = self._ledger.tell(list(puts.values()), committed=[one for _, one in planned.values()])
         for entry, reservation in planned.values():
             if done:
                 self._counts.replacements += self._table.install(entry, reservation)

@@ -49,6 +49,8 @@ def _worth(record: IndexRecord) -> tuple[int, int]:
 def _scan_slab(slab: SlabFile) -> Scan:
     part = Scan()
     layout = slab.layout
+    if not slab.usable:  # what its header claims may be more than there is memory
+        return part
     nbytes = layout.num_trailers * layout.alignment
     buffer = AlignedBuffer(nbytes, layout.alignment)
     for slot in range(slab.usable):

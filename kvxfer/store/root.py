@@ -61,9 +61,9 @@ def read_root(root: Path) -> RootInfo | None:
     """
     path = root / ROOT_FILE
     raw = read_small(path, _SMALL)
-    if raw is None:
-        _check_empty(root)
+    if raw is None and _is_empty(root):
         return None
+    raw = raw or read_small(path, _SMALL) or b""  # another process may just have made it
     try:
         body = json.loads(raw)
         known = body["format"]
@@ -115,19 +115,22 @@ def root_stamp(root: Path) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
 
 
-def _check_empty(root: Path) -> None:
-    """A root is only made in an empty directory, or where making one was cut short."""
+def _is_empty(root: Path) -> bool:
+    """Whether a root can be made: in an empty directory, or where making one was cut short. False: there is one now."""
     try:
         names = set(os.listdir(root))
     except FileNotFoundError:
-        return
+        return True
     except OSError as exc:
         raise fault(exc.errno or errno.EIO, "cannot list the root", root) from exc
+    if ROOT_FILE in names:
+        return False
     strange = {name for name in names if not PROBE_NAME.fullmatch(name)} - {LOCK_FILE, ROOT_FILE + TEMPORARY}
     if strange:
         raise FormatError(
             f"{root} is not empty and has no {ROOT_FILE}: {', '.join(sorted(strange)[:5])}; nothing was changed"
         )
+    return True
 
 
 def write_root(root: Path, info: RootInfo) -> None:

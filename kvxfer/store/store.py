@@ -70,6 +70,7 @@ class Store:
         self._publisher = Publisher(self._table, self._ledger, self._counts)
         self._namespaces = NamespaceFiles(config)
         self._change = threading.RLock()
+        self._looking = threading.Lock()  # at kvxfer.json
         self._info = parts.opened.info
         self._stamp = root_stamp(config.root)
         self._pid = os.getpid()
@@ -166,27 +167,26 @@ class Store:
             try:
                 write_root(self.config.root, replace(self._info, weight_epoch=self._info.weight_epoch + 1))
             finally:
-                self._read_root()  # it may be there although it is not known to be on the device
+                self.look_at_root()  # it may be there although it is not known to be on the device
             return self.weight_epoch
 
     bump_epoch_of = staticmethod(raise_weight_epoch)  # without opening the store, whoever has it open
 
-    def _read_root(self) -> None:
-        """Takes note of a weight epoch that was raised. With the root's lock."""
-        stamp = root_stamp(self.config.root)
-        if stamp == self._stamp:
-            return
-        if not self._lock.is_named():
-            raise RootBusy(f"{self.config.root} was taken away, or made anew by another process: open it anew")
-        try:
-            info = read_root(self.config.root)
-        except (FormatError, IOFault) as exc:
-            reporter.warn("root", f"{self.config.root} cannot be read any more: {exc}")
-            return
-        self._stamp = stamp
-        if info is not None and info.weight_epoch != self._info.weight_epoch:
-            self._info = info
-            self._table.serve_nothing()
+    def look_at_root(self) -> None:
+        """Takes note of a weight epoch that was raised. Without the root's lock: the file is replaced whole."""
+        with self._looking:
+            stamp = root_stamp(self.config.root)
+            if stamp == self._stamp:
+                return
+            try:
+                info = read_root(self.config.root)
+            except (FormatError, IOFault) as exc:
+                reporter.warn("root", f"{self.config.root} cannot be read any more: {exc}")
+                return
+            self._stamp = stamp
+            if info is not None and info.weight_epoch != self._info.weight_epoch:
+                self._info = info
+                self._table.serve_nothing()
 
     def register(self, namespace: Namespace, slot: SlotLayout) -> bytes:
         """Opens a namespace for use and returns its digest. Entries in slots of another layout are dropped.
@@ -220,7 +220,7 @@ class Store:
 
     def forget(self) -> None:
         """In the child of a fork: LMDB opens a file once in a process, and counts the parent's."""
-        self._index.drop()
+        self._index.inherit()
 
     # ---- lookups -----------------------------------------------------------------------------------------
 
@@ -368,12 +368,13 @@ class Store:
 
     def has_work(self) -> bool:
         """Whether `maintain` would find something to do. Touches no lock that another process can hold."""
+        self.look_at_root()  # whoever holds which lock, and for however long
         if not self._change.acquire(blocking=False):
             return False  # whoever has it looks for itself
         try:
             reap = not self._follower.is_alone and time.monotonic() >= self._next_reap
             mine = self._ledger.has_something_to_say or self._index.is_broken
-            return reap or mine or self._index.moved() or root_stamp(self.config.root) != self._stamp
+            return reap or mine or self._index.moved()
         finally:
             self._change.release()
 
@@ -390,7 +391,7 @@ class Store:
         with self._change:
             self._check()
             with self._lock.held():
-                self._read_root()
+                self.look_at_root()
                 if not self._follower.catch_up() and not mending:
                     raise RootBusy(f"the index of {self.config.root} cannot be read at the moment")
                 yield

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.errors import ConfigError, IOFault, KvxferError
-from kvxfer.io.system import fault, read_small
+from kvxfer.io.system import fault, read_small, sys_open
 from kvxfer.keys import Namespace
 from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
 from kvxfer.store.index import Index
@@ -41,6 +42,7 @@ from kvxfer.store.trust import DATA, STATE
 
 _LEAST_MAP = 1 << 20
 _TRIES, _PAUSE_S = 20, 0.02  # copies of an index that is being written
+_PIECE = 1 << 20
 _NAMESPACE_BYTES = 1 << 16
 _OWN_DEVICES = ("overlay", "btrfs", "bcachefs")  # stat names another device there than /proc/locks
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -59,10 +61,10 @@ class Finding:
 
 
 FINDINGS: Mapping[str, str] = {
-    "index": "the index cannot be used; the next open rebuilds it",
-    "slab_header": "a file with a slab's name has no header of its own; the next open removes it",
-    "slab_short": "a slab is shorter than its header says; the next open extends it",
-    "slab_long": "a slab is longer than its header says; the next open cuts it",
+    "index": "the index cannot be used; an open rebuilds it",
+    "slab_header": "a file with a slab's name has no header of its own; an open that is alone removes it",
+    "slab_short": "a slab is shorter than its header says; an open that is alone extends it",
+    "slab_long": "a slab is longer than its header says; an open that is alone cuts it",
     "slab_unreadable": "a slab cannot be read",
     "slab_missing": "the index names a slab that is not there",
     "slot_missing": "the index names a slot that its slab does not have",
@@ -231,14 +233,28 @@ def read_index(directory: Path, *, busy: bool) -> IndexView:
 
 
 def _load_copy(directory: Path, folder: Path) -> tuple[tuple[IndexRecord, ...] | None, str]:
-    for name in (STATE, DATA):
-        if (directory / name).exists():
-            shutil.copyfile(directory / name, folder / name)
+    if (state := read_small(directory / STATE)) is not None:
+        (folder / STATE).write_bytes(state)
+    if (directory / DATA).exists():
+        _copy(directory / DATA, folder / DATA)
     size = (folder / DATA).stat().st_size if (folder / DATA).exists() else 0
     index = Index(folder, round_up(max(size, _LEAST_MAP), ALIGNMENT))
     loaded = index.load()
     index.drop()
     return (tuple(loaded.records), "") if loaded is not None else (None, index.lost)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a regular file, as long as it is now."""
+    fd = sys_open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as reader, target.open("wb") as writer:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise fault(errno.EINVAL, "no regular file", source)
+        left = status.st_size
+        while left and (piece := reader.read(min(left, _PIECE))):
+            writer.write(piece)
+            left -= len(piece)
 
 
 def _judge_slabs(found: list[FoundSlab]) -> tuple[dict[int, Slab], list[Finding]]:
