@@ -56,6 +56,7 @@ bench: install ## converter and engine rows against their peers; DIR=/mnt/nvme s
 # csrc under the sanitizers, built aside; the tests that reach it run over that library. (Not those of several
 # processes: what they test is Python's, and every one of their processes would start under the sanitizer.)
 SANITIZED := tests/native tests/io tests/jobs tests/convert tests/engine tests/store tests/properties --capture=sys \
+	--deselect tests/store/test_sharing_defects.py \
 	--deselect tests/store/test_sharing.py --deselect tests/store/test_sharing_crash.py --deselect tests/store/test_sharing_model.py \
 	-m 'not gpu and not gds and not slow' --timeout 600 -n $(JOBS) --dist loadfile
 test-asan: install ## the tests over csrc built with AddressSanitizer and UBSan
@@ -63,10 +64,13 @@ test-asan: install ## the tests over csrc built with AddressSanitizer and UBSan
 	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 KVXFER_LIBRARY=$(CURDIR)/build/asan/$(LIBRARY) $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
 
+# Ten times slower than without: those where threads meet.
+THREADED := tests/native tests/io tests/jobs tests/convert tests/engine --deselect tests/engine/test_metamorphic.py \
+	--capture=sys -m 'not gpu and not gds and not slow' --timeout 600 -n $(JOBS) --dist loadfile
 test-tsan: install ## the tests over csrc built with ThreadSanitizer
 	@KVXFER_SANITIZE=thread $(BIN)/python setup.py -q build_ext --build-lib build/tsan
 	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libtsan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
-	KVXFER_LIBRARY=$(CURDIR)/build/tsan/$(LIBRARY) $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
+	KVXFER_LIBRARY=$(CURDIR)/build/tsan/$(LIBRARY) $(BIN)/python -m pytest $(THREADED) $(ARGS)
 
 clean: ## remove what was built; .venv stays
 	@rm -rf build dist *.egg-info $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
