@@ -104,7 +104,7 @@ int libc_mmap(uint64_t length, void **out) {
 
 constexpr Calls kLibc = {libc_open,      libc_close, libc_pread, libc_pwrite,   libc_fallocate,
                          libc_ftruncate, libc_fsync, libc_size,  libc_dioalign, libc_unlink,
-                         libc_rename,    libc_mkdir, libc_lock, libc_mmap};
+                         libc_rename,    libc_mkdir, libc_lock,  libc_mmap};
 
 // ---- fault rules ------------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ int faulty_mmap(uint64_t length, void **out) {
 
 constexpr Calls kFaulty = {faulty_open,      faulty_close, faulty_pread, faulty_pwrite,   faulty_fallocate,
                            faulty_ftruncate, faulty_fsync, faulty_size,  faulty_dioalign, faulty_unlink,
-                           faulty_rename,    faulty_mkdir, faulty_lock, faulty_mmap};
+                           faulty_rename,    faulty_mkdir, faulty_lock,  faulty_mmap};
 
 }  // namespace
 
