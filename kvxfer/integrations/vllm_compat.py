@@ -1,10 +1,11 @@
 """What differs between vLLM 0.28 and 0.33 as far as kvxfer sees it: the only module that knows.
 
-| what | 0.28 | since |
+| what | 0.28 | 0.32, 0.33 |
 | --- | --- | --- |
 | rows of a job | `TransferJob.block_ids` | `chunk_ids` |
 | back-pressure detector | none | an argument of the tier's constructor |
 | bytes of a finished job | not told | `JobResult.transfer_bytes` |
+| order of a page's axes | the process's `get_kv_cache_layout()` | `OffloadingConfig.kv_cache_layout` |
 | name of the canonical row format | `canonical_format_id()` | `canonical_format_id(kv_cache_layout)` |
 | which tier an event is from | not told | `OffloadingEvent.ownership`, `removal_expected` |
 
@@ -20,6 +21,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvxfer.errors import ConfigError
 
 try:
     import vllm
@@ -58,6 +61,7 @@ __all__ = [
     "event",
     "job_result",
     "job_rows",
+    "page_layout",
     "vllm_release",
 ]
 
@@ -117,7 +121,22 @@ def canonical_format(config: Any) -> str | None:
         return None
     if inspect.signature(canonical_format_id).parameters:
         return str(canonical_format_id(config.kv_cache_layout))
-    return str(canonical_format_id())
+    try:
+        return str(canonical_format_id())
+    except AssertionError as exc:  # it asks for the process's configuration, which is not set everywhere
+        raise ConfigError("vLLM does not say which layout canonical rows have: set VLLM_KV_CACHE_LAYOUT") from exc
+
+
+def page_layout(config: Any) -> str | None:
+    """The order of a page's axes, such as "LBHNC" (0.28: "HND"); None where vLLM does not say."""
+    if hasattr(config, "kv_cache_layout"):
+        return None if config.kv_cache_layout is None else str(config.kv_cache_layout)
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    try:
+        return str(get_kv_cache_layout())
+    except AssertionError:
+        return None
 
 
 def device_type() -> str:

@@ -46,7 +46,14 @@ def fingerprint_of(model: str, given: str | None) -> str:
 
 
 def namespace_of(
-    config: Any, *, row_bytes: int, weights: str, canonical_format: str | None, device: str, release: str
+    config: Any,
+    *,
+    row_bytes: int,
+    weights: str,
+    canonical_format: str | None,
+    page_layout: str | None,
+    device: str,
+    release: str,
 ) -> Namespace:
     """The namespace of a primary tier's rows.
 
@@ -55,6 +62,7 @@ def namespace_of(
         row_bytes: of one row of the primary view, padding included.
         weights: `fingerprint_of`.
         canonical_format: what vLLM calls the canonical rows' format; None: direct rows.
+        page_layout: what vLLM calls the order of a page's axes.
         device: the kind of device that has the pages.
         release: vLLM's, such as "0.32".
 
@@ -80,7 +88,7 @@ def namespace_of(
         "row_bytes": row_bytes,
         "tokens_per_hash": config.cache.tokens_per_hash,
         "blocks_per_chunk": config.cache.blocks_per_chunk,
-        "kv_cache_layout": getattr(config, "kv_cache_layout", None),
+        "kv_cache_layout": page_layout,
         "replicated_layout": bool(config.replicated_layout),
     }
     if canonical_format is None:

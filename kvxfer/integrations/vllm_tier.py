@@ -108,6 +108,7 @@ class KvxferTier(SecondaryTierManager):
             row_bytes=row_bytes,
             weights=fingerprint_of(vllm_config.model.name, self.config.weights_fingerprint),
             canonical_format=compat.canonical_format(vllm_config),
+            page_layout=compat.page_layout(vllm_config),
             device=compat.device_type(),
             release=compat.vllm_release(),
         )

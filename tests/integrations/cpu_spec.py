@@ -70,12 +70,8 @@ class CpuTieringSpec(TieringOffloadingSpec):
         if self.config.canonical_layout:
             raise NotImplementedError("this worker copies direct rows only")
         if not self._worker:
-            sizes = {"cpu_page_size": self.cpu_page_size_per_worker, "kv_bytes_per_chunk": self.kv_bytes_per_chunk}
-            region = SharedOffloadRegion(
-                engine_id=self.config.engine_id,
-                num_chunks=self.num_chunks,
-                rank=self.config.parallel.rank,
-                **sizes,
-            )
+            chunks = getattr(self, "num_chunks", None) or self.num_blocks
+            place = self.config.engine_id, chunks, self.config.parallel.rank
+            region = SharedOffloadRegion(*place, self.kv_bytes_per_chunk, self.cpu_page_size_per_worker)
             self._worker = CpuWorker(kv_caches, region, self.blocks_per_chunk)
         return self._worker

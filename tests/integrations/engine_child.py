@@ -130,6 +130,8 @@ class Child:
         return {}
 
     def metrics(self) -> dict[str, Any]:
+        time.sleep(0.5)
+        self.run(99)  # vLLM is told with its steps, and not with each
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             if metric.name.startswith("vllm:kvxfer_") and hasattr(metric, "value"):

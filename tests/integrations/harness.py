@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import mmap
 import os
 import time
@@ -28,7 +29,7 @@ with warnings.catch_warnings():  # torch's and vLLM's own, while they are import
     warnings.simplefilter("ignore")
     from vllm.v1.kv_offload import config as vllm_config
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
-    from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -36,22 +37,37 @@ from kvxfer.integrations.vllm_tier import KvxferTier
 from tests.oracle import POISON
 
 __all__ = [
+    "CONFIG_HAS_LAYOUT",
+    "HAS_BACKPRESSURE",
     "HIT",
     "MISS",
     "KvxferTier",
     "LookupResult",
     "ReqContext",
+    "ROWS",
     "Rig",
     "ScheduleEndContext",
     "TieringOffloadingSpec",
     "key_of",
     "keys_of",
+    "says_bytes",
 ]
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 TOKENS = 16
 TIER = {"type": "KvxferTier", "module_path": "kvxfer.integrations.vllm_tier"}
 KEYS = {"capacity_bytes": 64 << 20, "weights_fingerprint": "seed 0", "io_threads": 2, "shutdown_timeout_s": 1.0}
+
+
+CONFIG_HAS_LAYOUT = "kv_cache_layout" in {field.name for field in dataclasses.fields(vllm_config.OffloadingConfig)}
+TELLS_BYTES = "transfer_bytes" in {field.name for field in dataclasses.fields(JobResult)}
+HAS_BACKPRESSURE = "backpressure_detector" in inspect.signature(SecondaryTierManager.__init__).parameters
+ROWS = next(field.name for field in dataclasses.fields(TransferJob) if field.name in ("chunk_ids", "block_ids"))
+
+
+def says_bytes(result: Any, nbytes: int) -> bool:
+    """Whether a result tells this number of bytes, where this vLLM can be told."""
+    return not TELLS_BYTES or result.transfer_bytes == nbytes
 
 
 def key_of(number: int, group: int = 0) -> bytes:
@@ -89,6 +105,11 @@ def offloading_config(
     extra: dict[str, Any] | None = None,
 ) -> Any:
     """What vLLM tells a tier of itself."""
+    if not CONFIG_HAS_LAYOUT:  # there the process has it
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        os.environ["VLLM_KV_CACHE_LAYOUT"] = {"LBHNC": "HND", "LBNHC": "NHD"}[layout]
+        get_kv_cache_layout.cache_clear()
     return build(
         vllm_config.OffloadingConfig,
         groups=tuple(
@@ -201,13 +222,12 @@ class Rig:
         rows: Sequence[int] | None = None,
     ) -> int:
         """Hand a job over."""
-        rows_field = next(f.name for f in dataclasses.fields(TransferJob) if f.name in ("chunk_ids", "block_ids"))
         job: Any = TransferJob(
             job_id=self._next,
             keys=list(keys or keys_of(numbers)),
             is_promotion=load,
             req_context=context,
-            **{rows_field: np.asarray(numbers if rows is None else rows, np.int32)},
+            **{ROWS: np.asarray(numbers if rows is None else rows, np.int32)},
         )
         self._next += 1
         self.open[job.job_id] = job
