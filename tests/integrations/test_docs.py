@@ -1,0 +1,42 @@
+"""docs/vllm.md names every key that there is. Needs no vLLM."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvxfer.config import EngineConfig, StoreConfig
+from kvxfer.errors import ConfigError
+from kvxfer.integrations.vllm_config import TierConfig
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").read_text()
+
+
+def test_every_key_is_there() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", TEXT, re.MULTILINE))
+    own = {field.name: field.default for field in fields(TierConfig) if field.name not in ("store", "engine")}
+    assert set(rows) == {*own, "root_dir", "capacity_bytes"}
+    for name, default in own.items():
+        said = rows[name].strip().strip("`").strip('"')
+        if default is None:
+            assert said in ("none", ""), name
+        else:
+            assert said == (json.dumps(default).strip('"') if not isinstance(default, float) else f"{default:g}"), name
+    others = {field.name for cls in (StoreConfig, EngineConfig) for field in fields(cls)} - {"root", "capacity_bytes"}
+    assert others <= set(re.findall(r"`(\w+)`", TEXT))
+
+
+def test_the_pasted_configuration_is_one() -> None:
+    (text,) = re.findall(r"--kv-transfer-config '(.*?)'\n```", TEXT, re.DOTALL)
+    (tier,) = json.loads(text)["kv_connector_extra_config"]["secondary_tiers"]
+    config = TierConfig.from_keys({key: value for key, value in tier.items() if key not in ("type", "module_path")})
+    assert config.store.capacity_bytes == tier["capacity_bytes"] and tier["type"] == "KvxferTier"
+
+
+def test_a_path_is_a_path() -> None:
+    with pytest.raises(ConfigError, match="root_dir=5 must be the path"):
+        TierConfig.from_keys({"root_dir": 5})
