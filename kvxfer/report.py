@@ -92,7 +92,10 @@ class Reporter:
             for kind, _ in due:
                 self._kinds[kind] = _Kind(now, known.level)
         for kind, known in due:
-            self._write(kind, known.level, known.message, known.calls, known.count, known.errno, known.path, None, {})
+            message = f"{known.message} ({known.calls} like this since the last line)"
+            extra = {"event": kind, "errno": known.errno, "path": known.path}
+            extra |= {"count": known.count, "kept_back": known.calls}
+            self._logger.log(known.level, "%s", message, extra=extra)
 
     def _forget(self, now: float) -> None:
         """Kinds that have nothing to say, oldest first; called with the lock held."""

@@ -74,7 +74,7 @@ def test_a_thousand_in_a_row_are_two_lines_with_the_right_total(
     clock.advance(INTERVAL_S)
     reporter.flush()
     reporter.flush()
-    assert lines.texts == ["error 0", "error 999 (999 more like this before)"]
+    assert lines.texts == ["error 0", "error 999 (999 like this since the last line)"]
     assert sum(record.count for record in lines.records) == 1000
     assert lines.records[1].errno == errno.EIO and lines.records[1].path == "slab-5"
 
