@@ -95,8 +95,8 @@ def parse_header(page: bytes, slab_id: int, alignment: int, name: str) -> SlabHe
     if magic != _MAGIC or version != _VERSION:
         raise FormatError(
             f"{name} is of slab version {version} ({magic!r}); this kvxfer knows version {_VERSION}. "
-            "Nothing was changed: use the kvxfer that wrote it, or give another root. If the file is damaged, remove it: "
-            "what it held is recomputed"
+            "Nothing was changed: use the kvxfer that wrote it, or give another root. If the file is damaged, remove "
+            "it: what it held is recomputed"
         )
     if int.from_bytes(page[_CRC_AT:_HEADER_BYTES], "little") != _crc(page[:_CRC_AT]):
         return None
