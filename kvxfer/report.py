@@ -49,6 +49,7 @@ class Reporter:
         *,
         errno: int | None = None,
         path: str | None = None,
+        error: BaseException | None = None,
         count: int = 1,
         exc_info: BaseException | None = None,
         level: int = logging.WARNING,
@@ -59,11 +60,14 @@ class Reporter:
         Args:
             kind: of few: what is kept back is counted under it.
             errno, path: of the error, if it has them.
+            error: what was raised: gives both, where it has them.
             count: errors that this one stands for.
             level: of the record; one for a kind.
             exc_info: an exception whose trace belongs to it: a defect.
             fields: further attributes of the record, such as job=3.
         """
+        if isinstance(error, OSError):
+            errno, path = error.errno, error.filename
         with self._lock:
             now = self._clock()
             known = self._kinds.get(kind)

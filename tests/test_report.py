@@ -134,3 +134,9 @@ def test_a_defect_has_its_trace(reporter: Reporter, lines: Lines) -> None:
 def test_a_field_cannot_overwrite_what_every_record_has(reporter: Reporter, lines: Lines) -> None:
     with pytest.raises(KeyError, match="name"):
         reporter.warn("read", "no", name="x")
+
+
+def test_an_error_gives_its_number_and_its_file(reporter: Reporter, lines: Lines) -> None:
+    reporter.warn("slab", "cannot be made", error=OSError(errno.ENOSPC, "no space", "slab-00000001.kvx"))
+    reporter.warn("index", "failed", error=ValueError("no number"))
+    assert [(line.errno, line.path) for line in lines.records] == [(errno.ENOSPC, "slab-00000001.kvx"), (None, None)]

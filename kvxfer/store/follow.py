@@ -191,7 +191,7 @@ class Follower:
         except (IOFault, FormatError) as exc:
             self._room.errors += 1
             self._unopened.add(slab_id)
-            reporter.warn(f"slab {slab_id}", f"another process's slab cannot be opened here: {exc}")
+            reporter.warn(f"slab {slab_id}", f"another process's slab cannot be opened here: {exc}", error=exc)
         return False
 
     def retry(self) -> None:

@@ -23,6 +23,7 @@ def keep_house(known: weakref.ref[Store], stop: threading.Event) -> None:
 def _run(known: weakref.ref[Store], stop: threading.Event) -> None:
     # Holds no reference, so that a store that was forgotten can go.
     while not stop.wait(REFRESH_S):
+        reporter.flush()
         if (store := known()) is None:
             return
         try:
@@ -31,7 +32,7 @@ def _run(known: weakref.ref[Store], stop: threading.Event) -> None:
         except StoreError as exc:
             if store.is_closed:
                 return
-            reporter.warn("housekeeping", f"housekeeping failed: {exc}")
+            reporter.warn("housekeeping", f"housekeeping failed: {exc}", error=exc)
         except Exception as exc:  # a defect: whatever it is, other processes must still be heard of
-            reporter.warn("housekeeping", f"housekeeping failed: {exc!r}")
+            reporter.warn("housekeeping", f"housekeeping failed: {exc!r}", error=exc)
         del store

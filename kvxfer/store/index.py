@@ -443,7 +443,7 @@ class Index:
         """Counts a failure, and says so."""
         self.errors += 1
         self.last_error = f"{what}: {type(exc).__name__}: {exc}"
-        reporter.warn("index", f"index {what} failed, the store goes on without: {exc}")
+        reporter.warn("index", f"index {what} failed, the store goes on without: {exc}", error=exc)
 
     # ---- closing -----------------------------------------------------------------------------------------
 

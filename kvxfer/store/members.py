@@ -80,7 +80,7 @@ class RootLock:
                 if not self._depth:
                     sys_unlock(self._fd, _ROOT, self._path)
             except IOFault as exc:  # nothing can be done: it goes when the file is closed
-                reporter.warn("lock", f"the root's lock cannot be given back: {exc}")
+                reporter.warn("lock", f"the root's lock cannot be given back: {exc}", error=exc)
 
     def _acquire(self, timeout: float | None) -> None:
         if timeout is None:
@@ -113,7 +113,7 @@ class RootLock:
                 try:
                     write_all(self._fd, b"%-15d\n" % os.getpid(), seat * _SIGN_BYTES, self._path)
                 except IOFault as exc:
-                    reporter.warn("lock", f"the lock cannot be signed: {exc}")  # it is held all the same
+                    reporter.warn("lock", f"the lock cannot be signed: {exc}", error=exc)  # it is held all the same
                 return seat
         raise StoreError(f"{self._path} has {MAX_MEMBERS} seats, and as many processes have the root open")
 

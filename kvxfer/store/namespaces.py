@@ -78,7 +78,7 @@ class NamespaceFiles:
         except FileNotFoundError:
             return []
         except OSError as exc:
-            reporter.warn("namespace", f"the namespaces cannot be listed: {exc}")
+            reporter.warn("namespace", f"the namespaces cannot be listed: {exc}", error=exc)
             return []
         for place in places:
             try:
@@ -91,12 +91,12 @@ class NamespaceFiles:
     def _remove(self, digest: bytes) -> None:
         place = self._directory / digest.hex()
         if fault := try_unlink(place / NAMESPACE_FILE):
-            reporter.warn("namespace", f"an old namespace file cannot be removed: {fault}")
+            reporter.warn("namespace", f"an old namespace file cannot be removed: {fault}", error=fault)
             return
         try:
             place.rmdir()
         except OSError as exc:
-            reporter.warn("namespace", f"an old namespace directory cannot be removed: {exc}")
+            reporter.warn("namespace", f"an old namespace directory cannot be removed: {exc}", error=exc)
 
 
 def _cost(nbytes: int) -> int:

@@ -246,7 +246,7 @@ def _clean_up(opened: Opened) -> None:
 def _remove(opened: Opened, path: Path) -> bool:
     if (fault := try_unlink(path)) is None:
         return True
-    reporter.warn(f"remove {path.name}", f"cannot be removed and counts against the capacity: {fault}")
+    reporter.warn(f"remove {path.name}", f"cannot be removed and counts against the capacity: {fault}", error=fault)
     opened.slab_errors += 1
     _count_other(opened, path)
     return False
@@ -272,7 +272,7 @@ def _open_slabs(opened: Opened) -> dict[int, tuple[FoundSlab, SlabHeader]]:
             slab.usable = min(slab.usable, max(0, found.size - slab.layout.alignment) // slab.slot_bytes)
         except IOFault as exc:
             opened.slab_errors += 1
-            reporter.warn(f"slab {found.slab_id}", f"a slab cannot be opened and is left alone: {exc}")
+            reporter.warn(f"slab {found.slab_id}", f"a slab cannot be opened and is left alone: {exc}", error=exc)
             _count_other(opened, found.path)
     return headers
 
@@ -302,7 +302,7 @@ def _restore(opened: Opened, slab: SlabFile, found: FoundSlab, header: SlabHeade
         whole, slab.usable = restore_size(found, header)
     except IOFault as exc:
         opened.slab_errors += 1
-        reporter.warn(f"slab {slab.slab_id}", f"{slab.name} cannot be brought to its size: {exc}")
+        reporter.warn(f"slab {slab.slab_id}", f"{slab.name} cannot be brought to its size: {exc}", error=exc)
         whole = slab.usable = 0
     if whole < slab.num_slots:
         reporter.warn(f"cut {slab.slab_id}", f"{slab.name} was cut short: {whole} of {slab.num_slots} slots are whole")

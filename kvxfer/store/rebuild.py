@@ -58,7 +58,7 @@ def _scan_slab(slab: SlabFile) -> Scan:
         try:
             moved = slab.read(buffer, nbytes, offset)
         except IOFault as exc:
-            reporter.warn("scan", f"a slot cannot be read and counts as free: {exc}")
+            reporter.warn("scan", f"a slot cannot be read and counts as free: {exc}", error=exc)
             continue
         if moved == nbytes:
             pages = [parse_page(buffer.address + i * layout.alignment, layout) for i in range(layout.num_trailers)]

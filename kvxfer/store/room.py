@@ -174,7 +174,7 @@ class SlabRoom:
         except IOFault as exc:
             self.errors += 1
             self._retry_at = time.monotonic() + RETRY_S
-            reporter.warn("slab", f"a slab cannot be made; the store goes on with those it has: {exc}")
+            reporter.warn("slab", f"a slab cannot be made; the store goes on with those it has: {exc}", error=exc)
             self._undo(slab_id)
             return Made.FULL if exc.errno in _FULL else Made.FAILED
         if not self._tell(slab_id, SlabState.READY, cost):
@@ -202,7 +202,7 @@ class SlabRoom:
             return False
         if (fault := try_unlink(slab.path)) is not None:
             self.errors += 1
-            reporter.warn("slab removal", f"{slab.name} cannot be removed and stays in use: {fault}")
+            reporter.warn("slab removal", f"{slab.name} cannot be removed and stays in use: {fault}", error=fault)
             if self._tell(slab.slab_id, SlabState.READY, cost):
                 slab.stuck = True
                 self._table.attach(slab)

@@ -181,7 +181,7 @@ class Store:
             try:
                 info = read_root(self.config.root)
             except (FormatError, IOFault) as exc:
-                reporter.warn("root", f"{self.config.root} cannot be read any more: {exc}")
+                reporter.warn("root", f"{self.config.root} cannot be read any more: {exc}", error=exc)
                 return
             self._stamp = stamp
             if info is not None and info.weight_epoch != self._info.weight_epoch:
@@ -205,7 +205,7 @@ class Store:
                 self._namespaces.write(digest, text, set(self._table.served))
             except IOFault as exc:  # the file is for people; a full disk must not keep a server from starting
                 self._counts.namespace_errors += 1
-                reporter.warn("namespace", f"a namespace file cannot be written: {exc}")
+                reporter.warn("namespace", f"a namespace file cannot be written: {exc}", error=exc)
             self._table.serve(digest, slot)
             return digest
 
@@ -304,7 +304,7 @@ class Store:
 
     def _keep_waiting(self, exc: Exception) -> None:
         self._counts.busy += 1
-        reporter.warn("busy", f"the root's lock cannot be had: {exc}")
+        reporter.warn("busy", f"the root's lock cannot be had: {exc}", error=exc)
 
     def commit(self, digest: bytes, items: Sequence[tuple[bytes, Reservation, int]]) -> list[bool]:
         """Publishes chunks that were written: (key, its reservation, mask of valid blocks).
