@@ -164,17 +164,19 @@ def examine(plan: Plan) -> Report:
         machine=probe.machine(plan.timeout_s),
         limits=probe.limits(),
         memory=plan.memory(),
-        directories=tuple(check_directory(path) for path in plan.directories),
+        directories=tuple(check_directory(path, capacity_bytes=plan.capacity_bytes) for path in plan.directories),
     )
 
 
-def check_directory(path: Path, timeout_s: float = _DIRECTORY_TIMEOUT_S) -> Directory:
+def check_directory(
+    path: Path, timeout_s: float = _DIRECTORY_TIMEOUT_S, *, capacity_bytes: int | None = None
+) -> Directory:
     """Tries a directory as an open would; on a thread that is left behind where a dead mount holds it."""
     answer: list[Directory] = []
 
     def attempt() -> None:
         try:
-            answer.append(_try(path))
+            answer.append(_fit(_try(path), path, capacity_bytes))
         except (KvxferError, OSError) as exc:
             answer.append(Directory(path=str(path), problem=str(exc)))
 
@@ -182,6 +184,22 @@ def check_directory(path: Path, timeout_s: float = _DIRECTORY_TIMEOUT_S) -> Dire
     thread.start()
     thread.join(timeout_s)
     return answer[0] if answer else Directory(path=str(path), problem=f"no answer within {timeout_s:g} s")
+
+
+def _fit(found: Directory, path: Path, capacity_bytes: int | None) -> Directory:
+    """Whether a capacity that was asked for can be had, what a root holds already included."""
+    if capacity_bytes is None or found.problem or found.free_bytes is None:
+        return found
+    held = 0
+    if found.root is not None:
+        files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        held = sum(os.lstat(file).st_blocks * 512 for file in files if os.path.lexists(file))
+    if capacity_bytes <= found.free_bytes + held:
+        return found
+    return replace(
+        found,
+        problem=f"capacity_bytes={capacity_bytes} does not fit: {found.free_bytes} bytes are free, the root has {held}",
+    )
 
 
 def _try(path: Path) -> Directory:

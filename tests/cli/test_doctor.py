@@ -265,3 +265,13 @@ def test_a_bad_option_is_one_line(arguments: str, names: list[str], capsys: Caps
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert [name for name in names if name not in err] == []
+
+
+def test_a_capacity_that_does_not_fit_is_named(tmp_path: Path, capsys: Capsys) -> None:
+    space = os.statvfs(tmp_path)
+    free = space.f_bavail * space.f_frsize
+    code, report = json_of(capsys, "doctor", tmp_path, "--capacity-bytes", free + (8 << 30))
+    assert code == 1
+    assert "does not fit" in report["directories"][0]["problem"]
+    code, report = json_of(capsys, "doctor", tmp_path, "--capacity-bytes", free // 2)
+    assert (code, report["directories"][0]["problem"]) == (0, "")
