@@ -29,7 +29,7 @@ from kvxfer.intake import Intake
 from kvxfer.jobs import LOAD, STORE, JobOutcome, JobRunner, Status, check_process
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
-from kvxfer.report import engine_reporter, reporter
+from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob, TransferResult, block_table, deadline_ns, refuse_repeated
 from kvxfer.store import Entry, Store
 from kvxfer.writer import StoreWriter
@@ -435,8 +435,7 @@ class TransferEngine:
                 if (now := time.monotonic()) - watched >= WATCH_S:
                     watched = now
                     self._intake.watch()
-                    for each in (engine_reporter, reporter):
-                        each.flush()
+                    engine_reporter.flush()
                 while (outcome := self._runner.poll(LOAD)) is not None:
                     self._settle_load(outcome)
             except Exception as exc:  # a defect: whatever it is, the thread must go on, or no load would ever end again

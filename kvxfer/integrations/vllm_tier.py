@@ -2,7 +2,8 @@
 
 vLLM's primary tier is a table of rows in host memory; a job moves some of them to or from the store. Every method runs
 on the scheduler's thread, and none but `drain_jobs` and `shutdown` waits for anything. Storage errors end as misses and
-dropped stores: nothing but a wrong configuration, at start, raises into vLLM.
+dropped stores: nothing but a wrong configuration, at start, raises into vLLM, which dies of what a tier raises. Hence
+the broad excepts: each answers as the worst of the storage would, and `_report` keeps a defect's trace.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class KvxferTier(SecondaryTierManager):
             mapping = row_mapping(row_bytes, alignment=self._store.alignment)
             pages = KVPages(mapping, [rows], len(view))
             self._engine = TransferEngine(self._store, namespace, [pages], config=self.config.engine, live=False)
-        except BaseException:
+        except BaseException:  # whatever it is, the root must not stay open behind a tier that there is not
             self._store.close()
             raise
         self._journal.digest = self._digest = self._engine.digest
@@ -167,7 +168,7 @@ class KvxferTier(SecondaryTierManager):
                 if key in failed:
                     return LookupResult.MISS
             return LookupResult.HIT if self._engine.lookup((key,)) else LookupResult.MISS
-        except Exception as exc:
+        except Exception as exc:  # a lookup that raises kills the engine: a miss
             _report("lookup", exc)
             return LookupResult.MISS
 
@@ -175,7 +176,7 @@ class KvxferTier(SecondaryTierManager):
         """Counts as a use."""
         try:
             self._store.touch(self._engine.digest, keys)
-        except Exception as exc:
+        except Exception as exc:  # a use that is not counted
             _report("touch", exc)
 
     # ---- jobs --------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ class KvxferTier(SecondaryTierManager):
                 self._engine.submit_load(metadata.job_id, job.keys, rows, deadline=self._deadline(job.keys))
             else:
                 self._engine.submit_store(metadata.job_id, job.keys, rows)
-        except Exception as exc:
+        except Exception as exc:  # the job was accepted: it has its one result, a failed one
             _report("load" if is_load else "store", exc)
             self._finish(metadata.job_id, job, None)
 
@@ -226,7 +227,7 @@ class KvxferTier(SecondaryTierManager):
             return
         try:
             results = self._engine.poll()
-        except Exception as exc:
+        except Exception as exc:  # the next step asks again
             _report("poll", exc)
             return
         for result in results:
@@ -276,7 +277,7 @@ class KvxferTier(SecondaryTierManager):
         if not self._closed:
             try:
                 self._note_removed()
-            except Exception as exc:
+            except Exception as exc:  # some removals are not told: events are hints
                 _report("events", exc)
         events, self._events = self._events, []
         return events
@@ -331,7 +332,7 @@ class KvxferTier(SecondaryTierManager):
                 for job_id in list(self._jobs):
                     self._engine.cancel(job_id)
                 self._engine.drain(CANCEL_S)
-        except Exception as exc:
+        except Exception as exc:  # what has not ended is given up below
             _report("drain", exc)
         self._collect()
         for job_id, job in list(self._jobs.items()):  # cancelled, so the engine does not touch their rows any more
@@ -339,7 +340,7 @@ class KvxferTier(SecondaryTierManager):
         if self.config.reset_on_drain:
             try:
                 self._engine.reset()
-            except Exception as exc:
+            except Exception as exc:  # everything stays as it was; said
                 _report("reset", exc)
 
     def shutdown(self) -> None:
@@ -368,7 +369,7 @@ class KvxferTier(SecondaryTierManager):
         self._told_at = now
         try:
             return self._told.news(self._engine.metrics())
-        except Exception as exc:
+        except Exception as exc:  # told with the next: they are totals
             _report("metrics", exc)
             return None
 

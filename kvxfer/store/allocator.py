@@ -25,7 +25,7 @@ class Allocator:
         taken: list[Reservation] = []
         try:
             self._fill(slot, n, taken)
-        except BaseException:
+        except BaseException:  # whatever it is, nobody else knows of these slots
             self._table.release(taken)
             raise
         return taken
@@ -47,14 +47,13 @@ class Allocator:
 
     def _lease(self, taken: list[Reservation]) -> bool:
         """Tells other processes that these slots are taken; where that fails they are given back."""
+        told = False
         try:
-            if self._ledger.tell([], [self._table.leases.item(taken[0].lease)]):
-                return True
-        except BaseException:
-            self._table.release(taken)
-            raise
-        self._table.release(taken)
-        return False
+            told = self._ledger.tell([], [self._table.leases.item(taken[0].lease)])
+        finally:
+            if not told:
+                self._table.release(taken)
+        return told
 
     def _index_room(self, slot: SlotLayout, n: int) -> int:
         """How many more entries the index can name, once the coldest ones, of any layout, made way for `n`."""

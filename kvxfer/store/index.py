@@ -254,7 +254,7 @@ class Index:
                 else:
                     self._epochs.pop(epoch, None)
 
-    # ---- opening -----------------------------------------------------------------------------------------
+    # ---- what state.json says ----------------------------------------------------------------------------
 
     def mark_open(self) -> bool:
         """Says on disk that the index is being written, or takes away what says that it is whole.
@@ -285,7 +285,7 @@ class Index:
     def data_bytes(self) -> int:
         """Size of the index file."""
         try:
-            return os.stat(self.directory / DATA).st_size
+            return os.stat(self._data).st_size
         except OSError:
             return 0
 

@@ -23,7 +23,7 @@ class Ledger:
 
     def settle(self) -> bool:
         """Tells all there is; False where the index could not be written."""
-        while self._table.has_doomed or self._table.leases.has_changed:
+        while self.has_something_to_say:
             if not self.tell([]):
                 return False
         return True

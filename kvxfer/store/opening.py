@@ -33,7 +33,7 @@ from kvxfer.store.root import (
     strangers,
     write_root,
 )
-from kvxfer.store.slab import FoundSlab, SlabFile, SlabHeader, restore_size, scan_directory
+from kvxfer.store.slab import FoundSlab, SlabFile, SlabHeader, restore_size, scan_directory, whole_slots
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ def _open_slabs(opened: Opened) -> dict[int, tuple[FoundSlab, SlabHeader]]:
         try:
             opened.slabs.append(slab := SlabFile.open(found, found.header, opened.mode.direct))
             headers[found.slab_id] = found, found.header
-            slab.usable = min(slab.usable, max(0, found.size - slab.layout.alignment) // slab.slot_bytes)
+            slab.usable = whole_slots(found.header, found.size)
         except IOFault as exc:
             opened.slab_errors += 1
             reporter.warn(f"slab {found.slab_id}", f"a slab cannot be opened and is left alone: {exc}", error=exc)

@@ -15,7 +15,7 @@ from kvxfer.store.index import Index
 from kvxfer.store.opening import Opened
 from kvxfer.store.records import SlabRow, SlabState, gone, item
 from kvxfer.store.root import SLABS
-from kvxfer.store.slab import SlabFile, inspect_slab, slab_file_bytes, slab_name, slots_for
+from kvxfer.store.slab import SlabFile, inspect_slab, slab_file_bytes, slab_name, slots_for, whole_slots
 from kvxfer.store.table import Table
 
 RETRY_S = 1.0  # after a slab could not be made
@@ -92,8 +92,7 @@ class SlabRoom:
         if found.header is None:
             return None
         slab = SlabFile.open(found, found.header, self._direct)
-        whole = max(0, found.size - slab.layout.alignment) // slab.slot_bytes
-        slab.usable = min(found.header.num_slots, whole)
+        slab.usable = whole_slots(found.header, found.size)
         slab.occupy(set())
         return slab
 

@@ -53,6 +53,11 @@ def slab_file_bytes(layout: SlotLayout, num_slots: int) -> int:
     return layout.alignment + num_slots * layout.slot_bytes
 
 
+def whole_slots(header: SlabHeader, nbytes: int) -> int:
+    """Slots that a file of `nbytes` bytes has whole; at most as many as its header says."""
+    return min(header.num_slots, max(0, nbytes - header.layout.alignment) // header.layout.slot_bytes)
+
+
 def slots_for(layout: SlotLayout, slab_bytes: int) -> int:
     """Slots of `layout` in a slab of at most `slab_bytes`; 0 if none fits."""
     return min(_MAX_SLOTS, max(0, slab_bytes - layout.alignment) // layout.slot_bytes)
@@ -331,8 +336,8 @@ def restore_size(found: FoundSlab, header: SlabHeader) -> tuple[int, int]:
     Raises:
         IOFault: it cannot be opened.
     """
-    layout, wanted = header.layout, slab_file_bytes(header.layout, header.num_slots)
-    whole = min(header.num_slots, max(0, found.size - layout.alignment) // layout.slot_bytes)
+    wanted = slab_file_bytes(header.layout, header.num_slots)
+    whole = whole_slots(header, found.size)
     if found.size == wanted and found.blocks >= wanted:
         return whole, header.num_slots
     fd = sys_open(found.path, os.O_RDWR | os.O_NOFOLLOW)
@@ -344,6 +349,6 @@ def restore_size(found: FoundSlab, header: SlabHeader) -> tuple[int, int]:
     except IOFault:
         # No room to extend it, or to fill its holes: what is there can be used.
         now = sys_size(fd, found.path)
-        return whole, min(header.num_slots, max(0, now - layout.alignment) // layout.slot_bytes)
+        return whole, whole_slots(header, now)
     finally:
         sys_close(fd)

@@ -37,7 +37,7 @@ from kvxfer.store.root import (
     read_root,
     strangers,
 )
-from kvxfer.store.slab import FoundSlab, scan_directory, slab_file_bytes, slab_name
+from kvxfer.store.slab import FoundSlab, scan_directory, slab_file_bytes, slab_name, whole_slots
 from kvxfer.store.trust import DATA, STATE
 
 _LEAST_MAP = 1 << 20
@@ -271,7 +271,7 @@ def _judge_slabs(found: list[FoundSlab]) -> tuple[dict[int, Slab], list[Finding]
             findings.append(Finding(what="slab_header", detail=detail, slab_id=slab_id))
             continue
         layout, wanted = header.layout, slab_file_bytes(header.layout, header.num_slots)
-        whole = min(header.num_slots, max(0, file.size - layout.alignment) // layout.slot_bytes)
+        whole = whole_slots(header, file.size)
         slabs[slab_id] = Slab(slab_id, file.path, file.size, layout, header.num_slots, whole)
         if file.size != wanted:
             what = "slab_short" if file.size < wanted else "slab_long"

@@ -19,6 +19,8 @@ from tests.oracle import POISON, Bytes, Model
 
 GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=4, head_dim=40, dtype="float16", tokens_per_block=4)
 DIGEST = bytes(range(32))
+MODEL = Model.random(GEOMETRY, 8)
+EACH = [[b] for b in range(8)]  # a chunk for each of its blocks
 
 
 def key_of(i: int) -> bytes:

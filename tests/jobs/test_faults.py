@@ -13,25 +13,11 @@ import numpy as np
 import pytest
 
 from kvxfer import _native
-from kvxfer.convert.pages import KVPages
 from kvxfer.errors import ConfigError, NativeError
 from kvxfer.jobs import LOAD, STORE, Status
 from kvxfer.testing import FaultyIO
-from tests.jobs.rig import GEOMETRY, Rig, expect, poisoned, ranks
+from tests.jobs.rig import EACH, GEOMETRY, MODEL, Rig, expect, poisoned, ranks
 from tests.oracle import Model
-
-MODEL = Model.random(GEOMETRY, 8)
-EACH = [[b] for b in range(8)]
-
-
-@pytest.fixture
-def source() -> list[KVPages]:
-    return ranks(MODEL, "nhd", 2, filled=True)
-
-
-@pytest.fixture
-def target() -> list[KVPages]:
-    return ranks(MODEL, "hnd", 4, filled=False)
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:

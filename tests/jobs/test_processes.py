@@ -17,21 +17,7 @@ from kvxfer.convert.pages import KVPages
 from kvxfer.errors import ForkError
 from kvxfer.jobs import LOAD, Status
 from kvxfer.layout import row_mapping
-from tests.jobs.rig import GEOMETRY, Rig, expect, ranks
-from tests.oracle import Model
-
-MODEL = Model.random(GEOMETRY, 8)
-EACH = [[b] for b in range(8)]
-
-
-@pytest.fixture
-def source() -> list[KVPages]:
-    return ranks(MODEL, "nhd", 2, filled=True)
-
-
-@pytest.fixture
-def target() -> list[KVPages]:
-    return ranks(MODEL, "hnd", 4, filled=False)
+from tests.jobs.rig import EACH, MODEL, Rig, expect
 
 
 def test_a_fork_says_so(tmp_path: Path, source, target) -> None:

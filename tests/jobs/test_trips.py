@@ -10,11 +10,8 @@ import pytest
 from kvxfer.convert.pages import KVPages
 from kvxfer.jobs import Status
 from kvxfer.layout import row_mapping
-from tests.jobs.rig import GEOMETRY, Rig, expect, poisoned, ranks
+from tests.jobs.rig import EACH, GEOMETRY, MODEL, Rig, expect, poisoned, ranks
 from tests.oracle import POISON, Model
-
-MODEL = Model.random(GEOMETRY, 8)
-EACH = [[b] for b in range(8)]
 
 
 def unwritten(outcome, chunk: int, status: Status) -> None:
