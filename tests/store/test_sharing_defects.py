@@ -18,8 +18,9 @@ import pytest
 from kvxfer.errors import IOFault
 from kvxfer.slot import SlotLayout
 from kvxfer.store import Store
+from kvxfer.store.rebuild import scan_slabs
 from kvxfer.store.root import RootInfo, read_root, write_root
-from kvxfer.store.slab import pack_header, slab_file_bytes
+from kvxfer.store.slab import SlabFile, SlabHeader, inspect_slab, pack_header, slab_file_bytes, whole_slots
 from kvxfer.testing import FaultyIO
 from tests.store import rig
 from tests.store.peer import Refused
@@ -263,6 +264,31 @@ def test_a_header_that_claims_more_than_there_is(opened: Opened, root: Path) -> 
     store = opened()
     assert store.stats().slabs == 0
     assert not list((root / "slabs").iterdir())
+
+
+def test_a_slab_without_a_whole_slot_takes_no_memory_for_its_trailers(tmp_path: Path) -> None:
+    layout = SlotLayout(
+        segment_bytes=4096, last_segment_bytes=4096, num_segments=1 << 24, segments_per_trailer=1, blocks_per_chunk=1
+    )
+    path = tmp_path / "slab-00000009.kvx"
+    path.write_bytes(pack_header(9, layout, 1))
+    found = inspect_slab(path, 9, 4096)
+    assert found.header is not None
+    slab = SlabFile.open(found, found.header, direct=False)
+    slab.usable = whole_slots(found.header, found.size)
+    scan = scan_slabs([slab], 1)
+    slab.close()
+    assert (scan.records, scan.epochs) == ([], set())
+
+
+def test_whole_slots_are_counted_to_the_byte() -> None:
+    header = SlabHeader(1, 3, rig.ROW)
+    size = rig.ROW.slot_bytes
+    for slots in range(5):
+        end = rig.ROW.alignment + slots * size
+        assert whole_slots(header, end) == min(3, slots)
+        assert whole_slots(header, end - 1) == min(3, max(0, slots - 1))
+    assert whole_slots(header, 0) == 0
 
 
 def test_a_root_that_appears_while_it_is_looked_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
