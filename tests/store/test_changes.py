@@ -60,6 +60,13 @@ def test_what_was_dropped_leaves_nothing_to_say(env: Any) -> None:
     assert since(env, 19) == [(b"19", bytes(100))]
 
 
+def test_a_transaction_of_which_a_part_was_dropped_is_not_told(env: Any) -> None:
+    with env.begin(write=True) as txn:
+        changes.append(txn, [(b"%d" % number, bytes(100)) for number in range(20)], 1500)
+    assert since(env, 0) is None
+    assert since(env, 1) == []
+
+
 def test_a_name_that_looks_like_a_row_is_none(env: Any) -> None:
     change(env, b"log" + bytes(40), b"an entry whose digest begins so", logged=False)
     change(env, b"a", b"1")
