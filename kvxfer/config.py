@@ -44,7 +44,7 @@ def _check_seconds(owner: object, least: float, *names: str) -> None:
 
 def _check_choice(owner: object, name: str, allowed: tuple[str, ...]) -> None:
     value = getattr(owner, name)
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:  # an array's `in` answers with arrays
         raise ConfigError(f"{name}={value!r} must be one of {', '.join(allowed)}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,3 +108,10 @@ def test_the_index_is_never_larger_than_can_be_mapped(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="index_map_bytes=1099511631872 must be .* at most 1099511627776"):
         StoreConfig(root=tmp_path, capacity_bytes=1 << 50, index_map_bytes=(1 << 40) + 4096)
     assert StoreConfig(root=tmp_path, capacity_bytes=1 << 62).effective_index_map_bytes == 1 << 40
+
+
+@pytest.mark.parametrize("name", ["io", "direct"])
+def test_a_choice_that_is_an_array_is_named_too(tmp_path: Path, name: str) -> None:
+    for value in (np.zeros(0), np.array(["auto", "on"]), ["auto"], None):
+        with pytest.raises(ConfigError, match=f"{name}="):
+            StoreConfig.from_mapping({"root": tmp_path, name: value})
