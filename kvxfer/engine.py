@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.breaker import Permit
 from kvxfer.config import EngineConfig, staging_buffer, staging_plan
@@ -135,6 +136,20 @@ class TransferEngine:
         with self._lock:
             self._observer.looked_up(len(keys), claimed)
         return claimed
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the store has a key, whatever the switch and the breakers say. Not counted as a lookup."""
+        return self._store.contains(self.digest, key)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Counts as a use of those that are stored, without loading them."""
+        self._store.touch(self.digest, keys)
+
+    @property
+    def takes_stores(self) -> bool:
+        """Whether a store would be queued now: it is turned on, its breaker not open, the queue not full."""
+        full = self._queued_chunks[STORE] >= self.config.max_queued_store_chunks
+        return not full and self._intake.refusal(STORE) is None
 
     def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike) -> None:
         """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
@@ -360,12 +375,16 @@ class TransferEngine:
     ) -> None:
         self.shutdown()
 
+    def block_table(self, num_keys: int, block_ids: ArrayLike) -> NDArray[np.int64]:
+        """A job's block ids as [num_keys, blocks_per_chunk], checked as `submit_store` and `submit_load` do."""
+        return block_table(block_ids, num_keys, self._blocks_per_chunk, self._blocks)
+
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _accept(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int) -> PendingJob | None:
         """Check a job and take it on. None where nothing of it may pass: it has ended already."""
         check_process(self._pid, "engine")
-        ids = block_table(block_ids, len(keys), self._blocks_per_chunk, self._blocks)
+        ids = self.block_table(len(keys), block_ids)
         if direction == LOAD:
             refuse_repeated(ids)
             if not all(pages.writable for pages in self._pages):

@@ -1,0 +1,216 @@
+"""Several drives behind one face: every chunk has one home, and a drive that fails costs its own chunks alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvxfer.errors import ConfigError, EngineClosed, LayoutError
+from kvxfer.jobs import Status
+from kvxfer.results import TransferResult
+from kvxfer.spread import SpreadEngine
+from kvxfer.testing import FaultyIO
+from tests.engine.rig import GEOMETRY, Node, expect, keys_of
+from tests.oracle import Model
+
+N = 24
+BLOCKS = 32
+
+
+class Drives:
+    """Nodes over roots of their own that share their pages' meaning, and the spread engines above them."""
+
+    def __init__(self, where: Path, weights: Sequence[float] = (1, 1)) -> None:
+        self.model = Model.random(GEOMETRY, BLOCKS)
+        self._stack = ExitStack()
+        self.nodes = [
+            self._stack.enter_context(Node(where / f"drive {number}", self.model)) for number in range(len(weights))
+        ]
+        first = self.nodes[0]
+        for other in self.nodes[1:]:  # one target: loads of any drive end in the same pages
+            other.reader.shutdown()
+            other.reader = type(other.reader)(other.store, other.namespace, first.target, config=other.config)
+        self.writer = SpreadEngine([node.writer for node in self.nodes], weights)
+        self.reader = SpreadEngine([node.reader for node in self.nodes], weights)
+        self._job = 0
+
+    def __enter__(self) -> Drives:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.writer.shutdown(1.0)
+        self.reader.shutdown(1.0)
+        self._stack.close()
+
+    def result(self, engine: SpreadEngine, job: int) -> TransferResult:
+        """The one result of a job."""
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if found := engine.poll():
+                assert [each.job_id for each in found] == [job]
+                assert engine.poll() == []
+                return found[0]
+            time.sleep(0.001)
+        raise AssertionError("no result")
+
+    def put(self, numbers: Sequence[int]) -> TransferResult:
+        self._job += 1
+        self.writer.submit_store(self._job, keys_of(numbers), list(numbers))
+        return self.result(self.writer, self._job)
+
+    def get(self, numbers: Sequence[int], deadline: float | None = None) -> TransferResult:
+        self._job += 1
+        self.nodes[0].poison()
+        self.reader.submit_load(self._job, keys_of(numbers), list(numbers), deadline=deadline)
+        return self.result(self.reader, self._job)
+
+    def home(self, number: int) -> int:
+        """Which drive has a chunk."""
+        (home,) = [i for i, node in enumerate(self.nodes) if node.reader.contains(keys_of([number])[0])]
+        return home
+
+    def check(self, numbers: Sequence[int]) -> None:
+        expect(self.model, "hnd", self.nodes[0].target, list(numbers))
+
+
+@pytest.mark.parametrize(("weights", "shares"), [((1, 1), (12, 12)), ((3e12, 1e12), (18, 6)), ((2, 1, 1), (12, 6, 6))])
+def test_chunks_spread_by_weight_and_come_back(
+    tmp_path: Path, weights: tuple[float, ...], shares: tuple[int, ...]
+) -> None:
+    with Drives(tmp_path, weights) as drives:
+        assert drives.put(range(N)).bitmap.all()
+        homes = [drives.home(number) for number in range(N)]
+        assert tuple(homes.count(drive) for drive in range(len(weights))) == shares
+        assert drives.reader.lookup(keys_of(range(N + 3))) == N
+        loaded = drives.get(range(N))
+        assert loaded.bitmap.all() and loaded.nbytes == N * GEOMETRY.block_bytes
+        drives.check(range(N))
+
+
+def test_what_is_there_is_not_stored_anywhere_else(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        drives.put(range(5))
+        homes = [drives.home(number) for number in range(5)]
+        again = drives.put([4, 3, 2, 1, 0, 5])
+        assert again.bitmap.all() and again.nbytes == GEOMETRY.block_bytes
+        assert [drives.home(number) for number in range(5)] == homes
+        assert sum(node.store.stats().entries for node in drives.nodes) == 6
+
+
+def test_damage_on_one_drive_costs_its_chunks(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        drives.put(range(N))
+        lost = [number for number in range(N) if drives.home(number) == 1]
+        assert 0 < len(lost) < N
+        for number in lost:
+            drives.nodes[1].flip(number, 100)
+        loaded = drives.get(range(N))
+        assert [n for n in range(N) if not loaded.bitmap[n]] == lost
+        assert [(error.chunk, error.status) for error in loaded.errors] == [(n, Status.BAD_SUM) for n in lost]
+        drives.check([n for n in range(N) if n not in lost])
+        assert drives.reader.lookup(keys_of(range(N))) == lost[0]
+        assert drives.put(range(N)).bitmap.all()
+        assert drives.get(range(N)).bitmap.all()
+
+
+def test_a_drive_that_is_turned_off_is_a_miss_and_gets_no_stores(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        drives.put(range(6))
+        gone = [number for number in range(6) if drives.home(number) == 0]
+        for engine in (drives.nodes[0].writer, drives.nodes[0].reader):
+            engine.turn_off()
+        assert drives.reader.lookup(keys_of([n for n in range(6) if n not in gone])) == 6 - len(gone)
+        assert drives.reader.lookup(keys_of(gone)) == 0
+        loaded = drives.get(range(6))
+        assert [n for n in range(6) if not loaded.bitmap[n]] == gone
+        assert drives.put(range(6, 12)).bitmap.all()
+        assert {drives.home(number) for number in range(6, 12)} == {1}
+
+
+def test_a_hanging_drive_ends_with_the_deadline_and_the_other_arrives(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        drives.put(range(2))
+        assert {drives.home(0), drives.home(1)} == {0, 1}
+        with FaultyIO() as io:
+            io.hang("pread", after=0, times=1)  # of whichever comes first
+            loaded = drives.get(range(2), deadline=time.monotonic() + 0.5)
+            assert loaded.bitmap.count() == 1
+            (error,) = loaded.errors
+            assert error.status is Status.CUT and not loaded.bitmap[error.chunk]
+
+
+def test_an_engine_that_refuses_fails_its_part_alone(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        drives.put(range(6))
+        first = drives.home(0)
+        other = 1 - first
+        theirs = [number for number in range(6) if drives.home(number) == other]
+        drives.nodes[other].reader.shutdown()
+        loaded = drives.get(range(6))
+        assert [n for n in range(6) if not loaded.bitmap[n]] == theirs
+        assert {error.status for error in loaded.errors} == {Status.CANCELLED}
+        drives.nodes[first].reader.shutdown()
+        with pytest.raises(EngineClosed):
+            drives.reader.submit_load(99, keys_of(range(6)), list(range(6)))
+        assert drives.reader.drain(1.0) and drives.reader.poll() == []
+
+
+@pytest.mark.parametrize("ids", [[0, 0], [0, BLOCKS], [0], [[0.5], [1.0]]], ids=str)
+def test_bad_ids_are_refused_and_leave_nothing(tmp_path: Path, ids: list[int]) -> None:
+    with Drives(tmp_path) as drives:
+        drives.put(range(2))
+        with pytest.raises(LayoutError):
+            drives.reader.submit_load(7, keys_of(range(2)), ids)
+        assert drives.reader.drain(1.0)
+        drives.reader.submit_load(7, keys_of(range(2)), [0, 1])  # the id is free
+        with pytest.raises(LayoutError, match="job 7 is still open"):
+            drives.reader.submit_load(7, keys_of(range(2)), [0, 1])
+        assert drives.result(drives.reader, 7).bitmap.all()
+
+
+def test_empty_jobs_cancelled_jobs_and_shutdown_have_their_results(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        assert drives.put([]).bitmap.n == 0
+        drives.put(range(4))
+        with FaultyIO() as io:
+            io.hang("pread")
+            drives.reader.submit_load(50, keys_of(range(4)), list(range(4)))
+            assert not drives.reader.drain(0.05)
+            drives.reader.cancel(50)
+            assert drives.reader.drain(5.0)
+            assert not drives.result(drives.reader, 50).bitmap.count()
+            drives.reader.submit_load(51, keys_of(range(4)), list(range(4)))
+            drives.reader.shutdown(0.2)
+            assert drives.result(drives.reader, 51).bitmap.n == 4
+
+
+def test_metrics_add_up_and_a_reset_reaches_every_root(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        drives.put(range(N))
+        metrics = drives.writer.metrics()
+        assert metrics.value("kvxfer_store_chunks_total", outcome="stored") == N
+        assert metrics.value("kvxfer_entries") == N
+        assert metrics.value("kvxfer_threads") == sum(n.writer.metrics().value("kvxfer_threads") for n in drives.nodes)
+        before = drives.reader.digests
+        drives.reader.reset()
+        end = time.monotonic() + 10
+        while drives.reader.lookup(keys_of(range(N))) or set(before) & set(drives.reader.digests):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_a_touch_counts_on_the_drive_that_has_the_chunk(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        drives.put(range(4))
+        drives.reader.touch(keys_of(range(4)))
+        assert drives.reader.lookup(keys_of(range(4))) == 4
+
+
+@pytest.mark.parametrize("weights", [(), (1.0,), (1.0, 0.0), (1.0, -1.0)], ids=str)
+def test_weights_are_one_a_drive_and_positive(tmp_path: Path, weights: tuple[float, ...]) -> None:
+    with Drives(tmp_path) as drives, pytest.raises(ConfigError, match="positive weights"):
+        SpreadEngine([node.reader for node in drives.nodes], weights)
