@@ -1,0 +1,313 @@
+"""The tier's rows: `KvxferTier` beside vLLM's own `fs` tier, both driven as vLLM's scheduler drives them.
+
+Needs vLLM, which has an environment of its own: `make bench-vllm`. kvxfer's checksums are on; `fs` has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.util
+import itertools
+import mmap
+import os
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from bench.engine import IN_MEMORY, ROW_SIZES, room_needed, row_store_keys, size_text, temporary_folder
+from bench.options import Options
+from bench.pools import POISON, difference, random_bytes
+from bench.table import Impl, Row, Table, figure, measure
+from kvxfer.io.modes import filesystem_type
+from kvxfer.keys import make_offload_key
+
+__all__ = ["run", "whats_missing"]
+
+JOBS = 8  # of a store or load, submitted together
+TIMEOUT_S = 60.0
+STEP_S = 0.0002  # from one poll to the next
+TOKENS = 16
+CALLER_SHARE = 0.5  # of fs's time of the scheduler's thread: the bar
+# Speed beside fs: by what the directory is on, then by row size; (store, load).
+ON_DISK = (1.0, 1.0)
+ON_MEMORY = {64 << 10: (2.0, 1.5), 2 << 20: (1.0, 1.0)}
+
+
+def whats_missing() -> str | None:
+    """Why there can be no rows here; None where there can."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed in this environment: make bench-vllm"
+    return None
+
+
+def _spec(row_bytes: int) -> Any:
+    """As much of an OffloadingSpec as tiers look at: one group of full attention, one block a row."""
+    from vllm.v1.kv_offload import config as of
+    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
+
+    def build(cls: Any, **values: Any) -> Any:
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    config = build(
+        of.OffloadingConfig,
+        groups=(build(of.OffloadingGroupConfig, tokens_per_block=TOKENS, layer_names=("layers.0",), group_id=0),),
+        worker_kv_bytes_per_block=row_bytes,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="bench",
+        model=build(of.OffloadingModelConfig, name="bench/rows", dtype="float16", max_model_len=4096),
+        cache=build(of.OffloadingCacheConfig, tokens_per_hash=TOKENS, blocks_per_chunk=1),
+        parallel=build(
+            of.OffloadingParallelConfig,
+            rank=0,
+            world_size=1,
+            tp_size=1,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=True,
+        ),
+        replicated_layout=False,
+        canonical_layout=False,
+        kv_cache_layout=None,
+    )
+    return SimpleNamespace(
+        config=config,
+        extra_config={},
+        blocks_per_chunk=1,
+        tokens_per_block=(TOKENS,),
+        tokens_per_hash=TOKENS,
+        replicated_layout=False,
+        num_chunks=0,
+        kv_events_config=OffloadingKVEventsConfig(enable_kv_cache_events=False, self_describing_kv_events=False),
+    )
+
+
+class Side:
+    """One tier over a primary view of its own: rows to store, and as many for them to come back to.
+
+    Args:
+        tier: its entry in vLLM's `secondary_tiers`.
+        chunks: of a store or load.
+        forget: takes a finished round's chunks off the disk, where the tier does not do so itself.
+    """
+
+    def __init__(self, tier: dict[str, Any], chunks: int, row_bytes: int, forget: Callable[[], None] | None) -> None:
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+        self.chunks, self._forget = chunks, forget
+        self._memory = mmap.mmap(-1, 2 * chunks * row_bytes)
+        self.rows = np.frombuffer(self._memory, dtype=np.int8).reshape(2 * chunks, row_bytes)
+        self.rows[:chunks] = random_bytes(chunks * row_bytes, seed=6).view(np.int8).reshape(chunks, row_bytes)
+        self.rows[chunks:] = 0
+        self.manager = SecondaryTierFactory.create_secondary_tier(tier, memoryview(self.rows), _spec(row_bytes))
+        self._jobs, self._rounds = itertools.count(1), itertools.count(1)
+        self.keys: list[bytes] = []
+        self.spent_s = 0.0  # of the caller's thread, in the trip under way
+        self.store_us: list[float] = []  # of the caller's thread, a chunk, by store
+        self.load_us: list[float] = []
+
+    def store_all(self) -> str | None:
+        """Stores every row under keys that were never used."""
+        number = next(self._rounds)
+        self.keys = [make_offload_key(number.to_bytes(16, "big") + n.to_bytes(16, "big"), 0) for n in range(self.chunks)]
+        self.spent_s = 0.0
+        why = self._move(range(self.chunks), self._context(f"store {number}"), promotion=False)
+        self.store_us.append(self.spent_s / self.chunks * 1e6)
+        return why
+
+    def load_all(self) -> str | None:
+        """Looks the latest store's keys up, touches them, and loads them into the other rows."""
+        context = self._context(f"load {next(self._jobs)}")
+        self.spent_s = 0.0
+        hits = self._look_up(context)
+        self._timed(self.manager.touch, self.keys, context)
+        why = self._move(range(self.chunks, 2 * self.chunks), context, promotion=True)
+        self.load_us.append(self.spent_s / self.chunks * 1e6)
+        self.manager.on_request_finished(context)
+        return why if hits == self.chunks else f"{hits} of {self.chunks} keys were found"
+
+    def before_store(self) -> None:
+        """Room for the next round."""
+        if self._forget is not None:
+            self._forget()
+
+    def poison(self) -> None:
+        """Overwrites the rows that loads write."""
+        self.rows[self.chunks :] = np.int8(POISON - 256 if POISON > 127 else POISON)
+
+    def check(self) -> str | None:
+        """Compares them with the source."""
+        return difference(self.rows[self.chunks :].view(np.uint8), self.rows[: self.chunks].view(np.uint8))
+
+    def check_store(self) -> str | None:
+        """A store is right when a load brings its bytes back."""
+        self.poison()
+        return self.load_all() or self.check()
+
+    def close(self) -> None:
+        """Ends the tier."""
+        self.manager.shutdown()
+
+    # ---- as vLLM's TieringOffloadingManager ----------------------------------------------------------------
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        start = time.perf_counter()
+        answer = call(*arguments)
+        self.spent_s += time.perf_counter() - start
+        return answer
+
+    def _context(self, name: str) -> Any:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        context = ReqContext(req_id=name)
+        self.manager.on_new_request(context)
+        return context
+
+    def _look_up(self, context: Any) -> int:
+        """How many keys are hits; a tier that has no answer yet is asked again with the next step."""
+        from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
+
+        open_keys, hits, end = self.keys, 0, time.monotonic() + TIMEOUT_S
+        while open_keys and time.monotonic() < end:
+            later = []
+            for key in open_keys:
+                answer = self._timed(self.manager.lookup, key, context)
+                hits += answer is LookupResult.HIT
+                if answer is LookupResult.RETRY:
+                    later.append(key)
+            self._timed(self.manager.on_schedule_end, ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
+            if open_keys := later:
+                time.sleep(STEP_S)
+        return hits
+
+    def _move(self, rows: range, context: Any, *, promotion: bool) -> str | None:
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        submit = self.manager.submit_load if promotion else self.manager.submit_store
+        waiting = {}
+        per_job = -(-self.chunks // JOBS)
+        for start in range(0, self.chunks, per_job):
+            part = slice(start, start + per_job)
+            values: dict[str, Any] = {"job_id": next(self._jobs), "keys": self.keys[part], "is_promotion": promotion}
+            values |= {"req_context": context, _rows_field(TransferJob): np.asarray(rows[part])}
+            waiting[values["job_id"]] = len(values["keys"])
+            self._timed(submit, TransferJob(**values))
+        end = time.monotonic() + TIMEOUT_S
+        while waiting and time.monotonic() < end:
+            for result in self._timed(self._finished):
+                waiting.pop(result.job_id)
+                if not result.success:
+                    return f"job {result.job_id} failed"
+            time.sleep(STEP_S)
+        return f"{len(waiting)} jobs did not end within {TIMEOUT_S:.0f} s" if waiting else None
+
+    def _finished(self) -> list[Any]:
+        return list(self.manager.get_finished_jobs())
+
+
+def _rows_field(job: Any) -> str:
+    return next(field.name for field in dataclasses.fields(job) if field.name in ("chunk_ids", "block_ids"))
+
+
+def _remove_files(root: Path) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name.endswith(".bin"):
+                os.unlink(os.path.join(folder, name))
+
+
+def measure_rows(table: Table, options: Options, row_bytes: int, folder: Path, kind: str) -> None:
+    """Adds the rows of one row size in one directory."""
+    chunks = max(JOBS, options.engine_bytes // row_bytes)
+    timing: dict[str, Any] = {"nbytes": chunks * row_bytes, "runs": options.runs, "budget_s": options.budget_s}
+    bars: tuple[float | None, float | None] = ON_MEMORY.get(row_bytes, (None, None)) if kind in IN_MEMORY else ON_DISK
+    with ExitStack() as stack:
+        sides = [
+            Side({"type": "fs", "root_dir": str(folder / "fs")}, chunks, row_bytes, lambda: _remove_files(folder / "fs")),
+            Side(
+                {
+                    "type": "KvxferTier",
+                    "module_path": "kvxfer.integrations.vllm_tier",
+                    "root_dir": str(folder / "kvxfer"),
+                    "weights_fingerprint": "bench",
+                    "io_threads": options.io_threads,
+                    **row_store_keys(row_bytes, chunks, options.io_threads),
+                    **options.engine,
+                },
+                chunks,
+                row_bytes,
+                None,
+            ),
+        ]
+        for side in sides:
+            stack.callback(side.close)
+        gc.collect()
+        where = f"{size_text(row_bytes)}, {kind}"
+        table.add(measure(f"tier store {where}", [_store(*named, bars[0]) for named in _named(sides)], **timing))
+        table.add(measure(f"tier load {where}", [_load(*named, bars[1]) for named in _named(sides)], **timing))
+        table.add(_caller_rows(where, sides))
+
+
+def _named(sides: Sequence[Side]) -> list[tuple[str, Side]]:
+    return list(zip(("vLLM fs", "KvxferTier"), sides, strict=True))
+
+
+def _store(name: str, side: Side, bar: float | None) -> Impl:
+    mine = name == "KvxferTier"
+    return Impl(
+        name=name, run=side.store_all, check=side.check_store, poison=side.before_store, bar=bar if mine else None,
+        always_check=True,
+    )  # fmt: skip
+
+
+def _load(name: str, side: Side, bar: float | None) -> Impl:
+    mine = name == "KvxferTier"
+    return Impl(
+        name=name, run=side.load_all, check=side.check, poison=side.poison, bar=bar if mine else None, always_check=True
+    )
+
+
+def _caller_rows(where: str, sides: Sequence[Side]) -> list[Row]:
+    """What a chunk takes of the scheduler's thread, to the store and back: the medians of both trips, added up."""
+    found = [statistics.median(side.store_us) + statistics.median(side.load_us) for side in sides]
+    return [
+        figure(f"caller's thread, {where}", name, us, "us a chunk", most=most, runs=len(side.load_us))
+        for (name, side), us, most in zip(_named(sides), found, (None, CALLER_SHARE * found[0]), strict=True)
+    ]
+
+
+def run(table: Table, options: Options) -> None:
+    """Adds the tier's rows: for every directory, every row size."""
+    if (why := whats_missing()) is not None:
+        table.note(f"tier: left out: {why}")
+        return
+    with warnings.catch_warnings():  # torch's and vLLM's own, while they are imported
+        warnings.simplefilter("ignore")
+        import vllm
+    sizes = ROW_SIZES if options.row_sizes is None else options.row_sizes
+    for place in options.dirs:
+        kind = filesystem_type(place)
+        if (free := shutil.disk_usage(place).free) < (need := room_needed(options)):
+            table.note(f"tier on {kind}: left out, {free >> 20} MiB are free and {need >> 20} are needed")
+            continue
+        table.note(
+            f"tier on {kind} at {place}: vLLM {vllm.__version__}, {options.engine_bytes >> 20} MiB in {JOBS} jobs; fs "
+            "without checksums, its files removed before each store; KvxferTier with them, evicting from the third on"
+        )
+        for row_bytes in sizes[::2] if options.quick else sizes:
+            with temporary_folder(place) as folder:
+                measure_rows(table, options, row_bytes, folder, kind)
