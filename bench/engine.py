@@ -23,7 +23,7 @@ from kvxfer.convert.pages import KVPages
 from kvxfer.engine import TransferEngine, TransferResult
 from kvxfer.errors import StoreError
 from kvxfer.geometry import PRESETS, KVGeometry, ShardSpec
-from kvxfer.io.modes import filesystem_type
+from kvxfer.io.modes import MEMORY_FILESYSTEMS, filesystem_type
 from kvxfer.keys import Namespace, make_offload_key
 from kvxfer.layout import PageLayout, kvx1_mapping, row_mapping
 from kvxfer.mapping import CanonicalMapping
@@ -39,7 +39,6 @@ TIMEOUT_S = 60.0
 INDEX_BYTES = 16 << 20
 SMALL_BYTES = 4 << 20  # of what a store keeps beside slabs and index
 ROW_SIZES = (64 << 10, 512 << 10, 2 << 20)
-IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +335,7 @@ def run(table: Table, options: Options) -> None:
             continue
         with temporary_folder(place) as folder:
             direct, why = _io_mode(folder)
-            bar = BAR if direct and kind not in IN_MEMORY else None
+            bar = BAR if direct and kind not in MEMORY_FILESYSTEMS else None
             table.facts[f"io {place}"] = f"{kind}, {why}"
             table.note(
                 f"engine on {kind} at {place}: {why}; {options.engine_bytes >> 20} MiB a run, "

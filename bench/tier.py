@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.engine import IN_MEMORY, ROW_SIZES, room_needed, row_store_keys, size_text, temporary_folder
+from bench.engine import ROW_SIZES, room_needed, row_store_keys, size_text, temporary_folder
 from bench.options import Options
 from bench.pools import POISON, difference, random_bytes
 from bench.table import Impl, Row, Table, figure, measure
-from kvxfer.io.modes import filesystem_type
+from kvxfer.io.modes import MEMORY_FILESYSTEMS, filesystem_type
 from kvxfer.keys import make_offload_key
 
 __all__ = ["run", "whats_missing"]
@@ -234,7 +234,7 @@ def measure_rows(table: Table, options: Options, row_bytes: int, folder: Path, k
     """Adds the rows of one row size in one directory."""
     chunks = max(JOBS, options.engine_bytes // row_bytes)
     timing: dict[str, Any] = {"nbytes": chunks * row_bytes, "runs": options.runs, "budget_s": options.budget_s}
-    bars: tuple[float | None, float | None] = ON_MEMORY.get(row_bytes, (None, None)) if kind in IN_MEMORY else ON_DISK
+    bars: tuple[float | None, float | None] = ON_MEMORY.get(row_bytes, (None, None)) if kind in MEMORY_FILESYSTEMS else ON_DISK
     with ExitStack() as stack:
         sides = [
             Side({"type": "fs", "root_dir": str(folder / "fs")}, chunks, row_bytes, lambda: _remove_files(folder / "fs")),

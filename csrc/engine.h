@@ -21,9 +21,10 @@ namespace kvx {
 class Backend {
  public:
   virtual ~Backend() = default;
-  // As kvx_file_pread and kvx_file_pwrite.
-  virtual int64_t read(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved) = 0;
-  virtual int64_t write(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved) = 0;
+  // As file_preadv and file_pwritev.
+  virtual int64_t read(kvx_file *file, const Span *to, uint32_t count, uint64_t offset, uint64_t *moved) = 0;
+  virtual int64_t write(kvx_file *file, const Span *from, uint32_t count, uint64_t offset,
+                        uint64_t *moved) = 0;
 };
 
 // What all buffers of an engine take.
@@ -90,7 +91,6 @@ class Core : public std::enable_shared_from_this<Core> {
   Counters counters;
   StagingUse staging_use;  // before the workers, whose buffers count in it
   Backend &backend() { return *backend_; }
-  uint64_t read_piece_bytes() const { return config_.read_piece_bytes; }
   bool enter_gate(Job &job, uint32_t chunk);
   void leave_gate(Job &job);
   bool begin_write(Job &job, uint32_t chunk);

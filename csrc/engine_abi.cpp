@@ -28,7 +28,8 @@ int guarded(Function function) {
 extern "C" {
 
 int kvx_engine_new(const kvx_engine_config *config, kvx_engine **out) {
-  if (!config || !out || !config->threads || !config->read_piece_bytes) return -EINVAL;
+  if (!config || !out || !config->threads || !config->read_piece_bytes || !config->write_piece_bytes)
+    return -EINVAL;
   if (config->backend != KVX_BACKEND_POSIX) return -ENOSYS;
   return guarded([&] {
     auto core = std::make_shared<kvx::Core>(*config);

@@ -28,11 +28,11 @@ Clock::time_point after(uint64_t timeout_ns) {
 
 class PosixBackend final : public Backend {
  public:
-  int64_t read(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved) override {
-    return file_pread(file, buf, n, offset, moved);
+  int64_t read(kvx_file *file, const Span *to, uint32_t count, uint64_t offset, uint64_t *moved) override {
+    return file_preadv(file, to, count, offset, moved);
   }
-  int64_t write(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved) override {
-    return file_pwrite(file, buf, n, offset, moved);
+  int64_t write(kvx_file *file, const Span *from, uint32_t count, uint64_t offset, uint64_t *moved) override {
+    return file_pwritev(file, from, count, offset, moved);
   }
 };
 
@@ -292,6 +292,7 @@ void Core::mark_lost(Worker *worker) {
   worker->job->settle(worker->chunk,
                       Outcome{slot_at_risk || !store ? uint8_t{KVX_LOST} : uint8_t{KVX_CANCELLED}});
   publish_if_done(*worker->job);
+  if (store) done_.notify_all();  // for whoever waits for its source
   idle_.notify_all();
 }
 
@@ -322,7 +323,7 @@ void Core::reap() {
 
 int Core::submit(const kvx_job &request) {
   int error = 0;
-  const std::shared_ptr<Job> job = Job::make(request, config_.read_piece_bytes, &error);
+  const std::shared_ptr<Job> job = Job::make(request, config_, &error);
   if (!job) return error;
   std::lock_guard<std::mutex> lock(mutex);
   if (stopping_) return -ESHUTDOWN;
@@ -443,6 +444,11 @@ int Core::shutdown(uint64_t timeout_ns) {
   monitor_wake_.notify_all();
   monitor = std::move(monitor_);
   while (!quiet()) idle_.wait_for(lock, std::chrono::milliseconds(5));
+  // What is open still waits for a read into the caller's memory: its result says that this was lost.
+  for (auto &[id, job] : jobs_) {
+    job->stop_waiting();
+    publish_if_done(*job);
+  }
   if (monitor.joinable()) {
     lock.unlock();
     monitor.join();

@@ -14,7 +14,7 @@ from typing import Any
 from kvxfer.errors import NativeError
 from kvxfer.slot import SlotLayout
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 UINT64_MAX = 2**64 - 1
 
 OPS = (
@@ -87,7 +87,8 @@ class EngineConfigStruct(C.Structure):
 
     _fields_ = [
         ("threads", C.c_uint32), ("max_lost_threads", C.c_uint32), ("io_timeout_ns", C.c_uint64),
-        ("read_piece_bytes", C.c_uint64), ("backend", C.c_uint32), ("reserved", C.c_uint32),
+        ("read_piece_bytes", C.c_uint64), ("backend", C.c_uint32), ("straight", C.c_uint32),
+        ("write_piece_bytes", C.c_uint64),
     ]  # fmt: skip
 
 

@@ -21,12 +21,13 @@ from types import TracebackType
 from numpy.typing import ArrayLike
 
 from kvxfer.breaker import Permit
-from kvxfer.config import EngineConfig, staging_buffer, staging_plan
+from kvxfer.config import CACHED_BYTES, EngineConfig, staging_buffer, staging_plan
 from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages, slot_of
 from kvxfer.errors import EngineClosed, IOFault, LayoutError, StoreError
 from kvxfer.intake import Intake
 from kvxfer.jobs import LOAD, STORE, JobOutcome, JobRunner, Status, check_process
+from kvxfer.io.modes import in_memory
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
 from kvxfer.report import engine_reporter
@@ -96,7 +97,8 @@ class TransferEngine:
             threads=io_threads,
             io_timeout_s=self.config.io_timeout_s,
             max_lost_threads=self._staging_limit // staging_buffer(slot) - io_threads,
-            read_piece_bytes=self.config.read_piece_bytes,
+            straight=(STORE, LOAD) if self.config.rows == "auto" else (),
+            **_pieces(self.config, in_memory(store.config.root)),
         )
         self._native_ids = itertools.count(1)
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
@@ -492,3 +494,10 @@ class TransferEngine:
             with self._lock:
                 if closing and not self._queue and not self._open and not self._writer.waits_for_writes:
                     return
+
+
+def _pieces(config: EngineConfig, memory: bool) -> dict[str, int]:
+    """How transfers are cut. Where they are copies of the processor, what is summed should still be in its cache."""
+    if not memory:
+        return {"read_piece_bytes": config.read_piece_bytes}
+    return {"read_piece_bytes": min(config.read_piece_bytes, CACHED_BYTES), "write_piece_bytes": CACHED_BYTES}

@@ -133,8 +133,21 @@ class JobRunner:
     """
 
     def __init__(
-        self, *, threads: int, io_timeout_s: float, max_lost_threads: int, read_piece_bytes: int = 256 << 10
+        self,
+        *,
+        threads: int,
+        io_timeout_s: float,
+        max_lost_threads: int,
+        read_piece_bytes: int = 256 << 10,
+        write_piece_bytes: int = _native.UINT64_MAX,
+        straight: Sequence[int] = (),
     ) -> None:
+        """
+        Args:
+            read_piece_bytes: a read is no longer than about this.
+            write_piece_bytes: nor is a write without staging.
+            straight: STORE, LOAD: directions in which chunks of host rows go without staging, where they can.
+        """
         self._lib = _native.lib()
         self._pid = os.getpid()
         config = _native.EngineConfigStruct(
@@ -142,6 +155,8 @@ class JobRunner:
             max_lost_threads=max_lost_threads,
             io_timeout_ns=nanoseconds(io_timeout_s),
             read_piece_bytes=read_piece_bytes,
+            write_piece_bytes=write_piece_bytes,
+            straight=sum(1 << direction for direction in straight),
         )
         handle = C.c_void_p()
         _check(self._lib.kvx_engine_new(C.byref(config), C.byref(handle)), "kvx_engine_new")
