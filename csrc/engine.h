@@ -80,7 +80,7 @@ class Core : public std::enable_shared_from_this<Core> {
   void forget(uint64_t job_id);
   bool late(uint64_t *job_id, uint32_t *chunk);
   bool wait(uint32_t mask, uint64_t timeout_ns);
-  void wake();
+  void wake(uint32_t mask);
   int wait_gathered(uint64_t job_id, uint64_t timeout_ns);
   int cancel(uint64_t job_id);
   int shutdown(uint64_t timeout_ns);
@@ -132,7 +132,7 @@ class Core : public std::enable_shared_from_this<Core> {
   uint32_t lost_ = 0;        // threads whose call has not returned
   uint32_t busy_ = 0;        // of those in service
   uint32_t storing_ = 0;     // of those, in a store
-  bool woken_ = false;
+  uint32_t woken_ = 0;  // by direction
   bool watching_ = false;  // the monitor looks at the clock while calls are under way
   bool stopping_ = false;  // no more jobs
   bool stopped_ = false;   // no more chunks

@@ -76,7 +76,7 @@ int kvx_engine_wait(kvx_engine *engine, uint32_t mask, uint64_t timeout_ns) {
   return engine->core->wait(mask, timeout_ns);
 }
 
-void kvx_engine_wake(kvx_engine *engine) { engine->core->wake(); }
+void kvx_engine_wake(kvx_engine *engine, uint32_t mask) { engine->core->wake(mask); }
 
 int kvx_engine_wait_gathered(kvx_engine *engine, uint64_t job_id, uint64_t timeout_ns) {
   return engine->core->wait_gathered(job_id, timeout_ns);

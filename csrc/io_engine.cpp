@@ -382,16 +382,16 @@ bool Core::wait(uint32_t mask, uint64_t timeout_ns) {
   const bool stores = mask & (1u << KVX_STORE), loads = mask & (1u << KVX_LOAD);
   std::unique_lock<std::mutex> lock(mutex);
   const bool woken = done_.wait_until(lock, after(timeout_ns), [&] {
-    return (stores && (woken_ || !late_.empty() || !done_jobs_[KVX_STORE].empty())) ||
+    return (woken_ & mask) || (stores && (!late_.empty() || !done_jobs_[KVX_STORE].empty())) ||
            (loads && !done_jobs_[KVX_LOAD].empty());
   });
-  if (stores) woken_ = false;
+  woken_ &= ~mask;
   return woken;
 }
 
-void Core::wake() {
+void Core::wake(uint32_t mask) {
   std::lock_guard<std::mutex> lock(mutex);
-  woken_ = true;
+  woken_ |= mask;
   done_.notify_all();
 }
 

@@ -316,7 +316,8 @@ KVX_API int kvx_engine_late(kvx_engine *engine, uint64_t *job_id, uint32_t *chun
 /* Blocks until a job of a direction in `mask` (1 << direction) can be polled, a late chunk can be taken (with
  * the store bit), kvx_engine_wake() was called, or timeout_ns passed. 1 if woken, 0 on timeout. */
 KVX_API int kvx_engine_wait(kvx_engine *engine, uint32_t mask, uint64_t timeout_ns);
-KVX_API void kvx_engine_wake(kvx_engine *engine);
+/* Ends the wait for a direction in `mask` that is under way, or else the next one. Waits for no call. */
+KVX_API void kvx_engine_wake(kvx_engine *engine, uint32_t mask);
 /* Blocks until the source blocks of a store job may be reused, whatever its outcome: every chunk has been
  * gathered, or, without staging, its write has returned. (A write that was given up may go on reading them:
  * its slot is never believed.) 1; 0 on timeout; -ENOENT where the job isn't known. */

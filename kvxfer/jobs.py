@@ -148,7 +148,7 @@ class JobRunner:
             write_piece_bytes: nor is a write without staging.
             straight: STORE, LOAD: directions in which chunks of host rows go without staging, where they can.
         """
-        self._lib = _native.lib()
+        self._lib, self._quick = _native.lib(), _native.quick()
         self._pid = os.getpid()
         config = _native.EngineConfigStruct(
             threads=threads,
@@ -236,13 +236,13 @@ class JobRunner:
             yield job_id.value, chunk.value
 
     def wait(self, directions: Sequence[int], timeout_s: float) -> bool:
-        """Block until a job of one of the directions can be polled, or (with STORE) `wake()` was called."""
+        """Block until a job of one of the directions can be polled, or `wake()` was called for one."""
         mask = sum(1 << d for d in directions)
         return bool(self._lib.kvx_engine_wait(self._handle, mask, nanoseconds(timeout_s)))
 
-    def wake(self) -> None:
-        """End the `wait` of whoever waits for stores."""
-        self._lib.kvx_engine_wake(self._handle)
+    def wake(self, direction: int = STORE) -> None:
+        """End the `wait` of whoever waits for this direction, or the next one."""
+        self._quick.kvx_engine_wake(self._handle, 1 << direction)
 
     def wait_gathered(self, job_id: int, timeout_s: float) -> bool | None:
         """Block until a store's source blocks may be reused. None where the job isn't known (any more)."""

@@ -99,7 +99,7 @@ class PendingJob:
     def result(self) -> TransferResult:
         """The result as things stand."""
         errors = tuple(sorted(self._errors, key=lambda error: error.chunk))
-        bitmap = CompletionBitmap.from_bools(self._arrived)
+        bitmap = CompletionBitmap.from_status(np.frombuffer(self._arrived, np.uint8) ^ 1)
         return TransferResult(self.job_id, bitmap, self._nbytes, time.monotonic() - self.started, errors)
 
 

@@ -178,7 +178,7 @@ class KvxferTier(SecondaryTierManager):
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Counts as a use."""
         try:
-            self._store.touch(self._engine.digest, keys)
+            self._engine.touch(keys)
         except Exception as exc:  # a use that is not counted
             _report("touch", exc)
 
@@ -217,6 +217,8 @@ class KvxferTier(SecondaryTierManager):
     def get_finished_jobs(self) -> list[Any]:
         """The results since the last call: of every job exactly one, of jobs that vLLM gave alone."""
         self._collect()
+        if not self._ready:
+            return []
         ready, self._ready = self._ready, []
         return ready
 
@@ -240,14 +242,12 @@ class KvxferTier(SecondaryTierManager):
     def _finish(self, job_id: int, job: _Job, result: TransferResult | None) -> None:
         """A job has ended. None: it did not begin, or was given up."""
         del self._jobs[job_id]
-        arrived = [False] * len(job.keys) if result is None else list(result.bitmap)
         complete = bool(result and result.bitmap.all())
-        keys = tuple(key for key, here in zip(job.keys, arrived, strict=True) if here)
+        keys, missing = (job.keys, []) if complete else _split(job.keys, result)
         if not job.is_load:
             self._hit_again(keys)
             self._announce(keys)
         elif not complete and (failed := self._failed.get(job.request)) is not None:
-            missing = [key for key, here in zip(job.keys, arrived, strict=True) if not here]
             failed.update(missing)
             self._journal.await_store(missing)
         if result is not None and result.nbytes:
@@ -375,6 +375,15 @@ class KvxferTier(SecondaryTierManager):
         except Exception as exc:  # told with the next: they are totals
             _report("metrics", exc)
             return None
+
+
+def _split(keys: tuple[bytes, ...], result: TransferResult | None) -> tuple[tuple[bytes, ...], list[bytes]]:
+    """The keys of a job that arrived, and those that did not."""
+    arrived = [False] * len(keys) if result is None else result.bitmap
+    here, missing = [], []
+    for key, bit in zip(keys, arrived, strict=True):
+        (here if bit else missing).append(key)
+    return tuple(here), missing
 
 
 def _row_bytes(view: memoryview) -> int:
