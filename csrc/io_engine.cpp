@@ -170,7 +170,9 @@ void Core::count(int direction, const Outcome &outcome) {
 
 void Core::record(Job &job, uint32_t chunk, const Outcome &outcome) {
   if (job.status(chunk) == KVX_PENDING) count(job.direction, outcome);
-  if (job.settle(chunk, outcome)) late_.emplace_back(job.id, chunk);
+  if (!job.settle(chunk, outcome)) return;
+  late_.emplace_back(job.id, chunk);
+  bell_.ring(1u << KVX_STORE);
 }
 
 // Records what became of the worker's chunk. False if the thread is no longer needed.
@@ -179,7 +181,7 @@ bool Core::finish(Worker *worker, const Outcome &outcome) {
   worker->job = nullptr;
   record(*job, worker->chunk, outcome);
   publish_if_done(*job);
-  if (!late_.empty() || (job->direction == KVX_STORE && job->sources_free())) done_.notify_all();
+  if (job->direction == KVX_STORE && job->sources_free()) done_.notify_all();
   bool stay = true;
   if (worker->lost) {  // the call has returned after all
     --lost_;
@@ -228,6 +230,7 @@ void Core::publish_if_done(Job &job) {
   job.timed = false;
   for (uint32_t c = 0; c < job.num_chunks(); ++c) counters.deadline_cuts += job.status(c) == KVX_CUT;
   done_jobs_[job.direction].push_back(job.shared_from_this());
+  bell_.ring(1u << job.direction);
   done_.notify_all();
 }
 
@@ -379,20 +382,20 @@ bool Core::late(uint64_t *job_id, uint32_t *chunk) {
 }
 
 bool Core::wait(uint32_t mask, uint64_t timeout_ns) {
-  const bool stores = mask & (1u << KVX_STORE), loads = mask & (1u << KVX_LOAD);
-  std::unique_lock<std::mutex> lock(mutex);
-  const bool woken = done_.wait_until(lock, after(timeout_ns), [&] {
-    return (woken_ & mask) || (stores && (!late_.empty() || !done_jobs_[KVX_STORE].empty())) ||
-           (loads && !done_jobs_[KVX_LOAD].empty());
-  });
-  woken_ &= ~mask;
-  return woken;
+  const Clock::time_point end = after(timeout_ns);
+  for (;;) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      for (const int direction : {KVX_STORE, KVX_LOAD})
+        if ((mask >> direction & 1) && has_news(direction)) return true;
+    }
+    const int rung = bell_.wait(mask, end);
+    if (rung != Bell::kRung) return rung == Bell::kCalled;
+  }
 }
 
-void Core::wake(uint32_t mask) {
-  std::lock_guard<std::mutex> lock(mutex);
-  woken_ |= mask;
-  done_.notify_all();
+bool Core::has_news(int direction) const {
+  return !done_jobs_[direction].empty() || (direction == KVX_STORE && !late_.empty());
 }
 
 int Core::wait_gathered(uint64_t job_id, uint64_t timeout_ns) {

@@ -141,6 +141,12 @@ class TransferEngine:
         self._observer.looked_up(len(keys), claimed)
         return claimed
 
+    def holds(self, key: bytes) -> bool:
+        """`lookup` of one key."""
+        claimed = self._intake.room(1) > 0 and self._store.contains(self.digest, key)
+        self._observer.looked_up(1, claimed)
+        return claimed
+
     def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike) -> None:
         """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
 
@@ -368,7 +374,7 @@ class TransferEngine:
             refuse_repeated(ids)
             if not all(pages.writable for pages in self._pages):
                 raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
-        elif len(keys) and (empty := (ids < 0).all(axis=1)).any():
+        elif ids.size and ids.min() < 0 and (empty := (ids < 0).all(axis=1)).any():
             raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
         job = PendingJob(job_id, direction, tuple(map(check_key, keys)), ids)
         limit = self.config.max_queued_load_chunks if direction == LOAD else self.config.max_queued_store_chunks

@@ -15,6 +15,9 @@ from kvxfer.errors import ConfigError, LayoutError
 from kvxfer.jobs import ChunkError, JobOutcome, Status, nanoseconds
 
 
+_FEW = 4096  # block ids
+
+
 @dataclass(frozen=True, slots=True)
 class TransferResult:
     """How far a job got. Published once for each accepted job.
@@ -120,13 +123,18 @@ def block_table(block_ids: ArrayLike, num_keys: int, blocks_per_chunk: int, num_
     if raw.dtype.kind == "u" and raw.size and (most := int(raw.max())) >= num_blocks:  # it may not fit into int64
         raise LayoutError(f"block id {most} must be in 0..{num_blocks - 1}, or -1 for an absent block")
     ids = np.array(raw, dtype=np.int64, order="C").reshape(num_keys, blocks_per_chunk)
-    if wrong := ids[(ids < -1) | (ids >= num_blocks)].tolist():
+    if ids.size and (ids.min() < -1 or ids.max() >= num_blocks):
+        wrong = ids[(ids < -1) | (ids >= num_blocks)].tolist()
         raise LayoutError(f"block id {wrong[0]} must be in 0..{num_blocks - 1}, or -1 for an absent block")
     return ids
 
 
 def refuse_repeated(block_ids: NDArray[np.int64]) -> None:
     """Raises LayoutError where a load would write one block twice."""
+    if block_ids.size <= _FEW:  # as a set: a sort gives the GIL away, and it may be long in coming back
+        ids = block_ids.reshape(-1).tolist()
+        if len(set(ids)) == len(ids):
+            return
     present = np.sort(block_ids[block_ids >= 0])
     if len(twice := present[1:][present[1:] == present[:-1]]):
         raise LayoutError(f"block {twice[0]} is named twice: which bytes it ends with would be left to chance")

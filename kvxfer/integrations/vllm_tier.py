@@ -170,7 +170,7 @@ class KvxferTier(SecondaryTierManager):
                 self._take_stored()
                 if key in failed:
                     return LookupResult.MISS
-            return LookupResult.HIT if self._engine.lookup((key,)) else LookupResult.MISS
+            return LookupResult.HIT if self._engine.holds(key) else LookupResult.MISS
         except Exception as exc:  # a lookup that raises kills the engine: a miss
             _report("lookup", exc)
             return LookupResult.MISS
