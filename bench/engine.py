@@ -144,7 +144,7 @@ class EngineRun:
         self.shape, self.num_chunks = shape, num_chunks
         self.pool = Pages(shape, num_chunks)
         self.files = config.io_threads
-        store_config = StoreConfig(root=root, **_store_keys(shape.slot, num_chunks, self.files))
+        store_config = StoreConfig.from_mapping({"root": root} | _store_keys(shape.slot, num_chunks, self.files))
         self.store = stack.enter_context(Store.open(store_config, writers=self.files))
         self.engine = stack.enter_context(
             TransferEngine(self.store, shape.namespace, [self.pool.pages], config=config, live=shape.live)

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,8 @@ from kvxfer.keys import make_offload_key
 
 __all__ = ["run", "whats_missing"]
 
-JOBS = 8  # of a store or load, submitted together
+JOBS = 8  # of a store or load, submitted together: fs has a thread for each
+JOB_CHUNKS = 32  # of one, at least
 TIMEOUT_S = 60.0
 STEP_S = 0.0002  # from one poll to the next
 TOKENS = 16
@@ -113,7 +115,7 @@ class Side:
         self.rows = np.frombuffer(self._memory, dtype=np.int8).reshape(2 * chunks, row_bytes)
         self.rows[:chunks] = random_bytes(chunks * row_bytes, seed=6).view(np.int8).reshape(chunks, row_bytes)
         self.rows[chunks:] = 0
-        self.manager = SecondaryTierFactory.create_secondary_tier(tier, memoryview(self.rows), _spec(row_bytes))
+        self.manager = SecondaryTierFactory.create_secondary_tier(tier, memoryview(self.rows.data), _spec(row_bytes))
         self._jobs, self._rounds = itertools.count(1), itertools.count(1)
         self.keys: list[bytes] = []
         self.spent_s = 0.0  # of the caller's thread, in the trip under way
@@ -123,7 +125,8 @@ class Side:
     def store_all(self) -> str | None:
         """Stores every row under keys that were never used."""
         number = next(self._rounds)
-        self.keys = [make_offload_key(number.to_bytes(16, "big") + n.to_bytes(16, "big"), 0) for n in range(self.chunks)]
+        start = number.to_bytes(16, "big")
+        self.keys = [make_offload_key(start + n.to_bytes(16, "big"), 0) for n in range(self.chunks)]
         self.spent_s = 0.0
         why = self._move(range(self.chunks), self._context(f"store {number}"), promotion=False)
         self.store_us.append(self.spent_s / self.chunks * 1e6)
@@ -230,29 +233,30 @@ def _remove_files(root: Path) -> None:
                 os.unlink(os.path.join(folder, name))
 
 
+def _chunks(options: Options, row_bytes: int) -> int:
+    """Of a store or load."""
+    return max(JOBS * (1 if options.quick else JOB_CHUNKS), options.engine_bytes // row_bytes)
+
+
 def measure_rows(table: Table, options: Options, row_bytes: int, folder: Path, kind: str) -> None:
     """Adds the rows of one row size in one directory."""
-    chunks = max(JOBS, options.engine_bytes // row_bytes)
+    chunks = _chunks(options, row_bytes)
     timing: dict[str, Any] = {"nbytes": chunks * row_bytes, "runs": options.runs, "budget_s": options.budget_s}
-    bars: tuple[float | None, float | None] = ON_MEMORY.get(row_bytes, (None, None)) if kind in MEMORY_FILESYSTEMS else ON_DISK
+    bars: tuple[float | None, float | None] = ON_DISK
+    if kind in MEMORY_FILESYSTEMS:
+        bars = ON_MEMORY.get(row_bytes, (None, None))
+    fs = {"type": "fs", "root_dir": str(folder / "fs")}
+    mine = {
+        "type": "KvxferTier",
+        "module_path": "kvxfer.integrations.vllm_tier",
+        "root_dir": str(folder / "kvxfer"),
+        "weights_fingerprint": "bench",
+        "io_threads": options.io_threads,
+        **row_store_keys(row_bytes, chunks, options.io_threads),
+        **options.engine,
+    }
     with ExitStack() as stack:
-        sides = [
-            Side({"type": "fs", "root_dir": str(folder / "fs")}, chunks, row_bytes, lambda: _remove_files(folder / "fs")),
-            Side(
-                {
-                    "type": "KvxferTier",
-                    "module_path": "kvxfer.integrations.vllm_tier",
-                    "root_dir": str(folder / "kvxfer"),
-                    "weights_fingerprint": "bench",
-                    "io_threads": options.io_threads,
-                    **row_store_keys(row_bytes, chunks, options.io_threads),
-                    **options.engine,
-                },
-                chunks,
-                row_bytes,
-                None,
-            ),
-        ]
+        sides = [Side(fs, chunks, row_bytes, lambda: _remove_files(folder / "fs")), Side(mine, chunks, row_bytes, None)]
         for side in sides:
             stack.callback(side.close)
         gc.collect()
@@ -301,12 +305,14 @@ def run(table: Table, options: Options) -> None:
     sizes = ROW_SIZES if options.row_sizes is None else options.row_sizes
     for place in options.dirs:
         kind = filesystem_type(place)
-        if (free := shutil.disk_usage(place).free) < (need := room_needed(options)):
+        largest = max(_chunks(options, row_bytes) * row_bytes for row_bytes in sizes)
+        need = room_needed(replace(options, engine_bytes=largest))
+        if (free := shutil.disk_usage(place).free) < need:
             table.note(f"tier on {kind}: left out, {free >> 20} MiB are free and {need >> 20} are needed")
             continue
         table.note(
-            f"tier on {kind} at {place}: vLLM {vllm.__version__}, {options.engine_bytes >> 20} MiB in {JOBS} jobs; fs "
-            "without checksums, its files removed before each store; KvxferTier with them, evicting from the third on"
+            f"tier on {kind} at {place}: vLLM {vllm.__version__}, {options.engine_bytes >> 20} MiB or more in {JOBS} "
+            "jobs; fs without checksums, its files removed before each store; KvxferTier with them, evicting from the third on"
         )
         for row_bytes in sizes[::2] if options.quick else sizes:
             with temporary_folder(place) as folder:

@@ -236,7 +236,7 @@ def lib() -> Any:
 
 @cache
 def quick() -> Any:
-    """The same library, for calls that are over at once: the GIL is kept, so that no other thread can take it meanwhile.
+    """The same library, for calls that are over at once: the GIL is kept, so that no other thread takes it meanwhile.
 
     Only for calls that wait for no system call and no thread that needs the GIL.
     """

@@ -14,7 +14,7 @@ from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
 
 IO_BACKENDS = ("auto", "posix")
 DIRECT_MODES = ("auto", "on", "off")
-ROW_MODES = ("auto", "staged")
+ROW_MODES = ("auto", "straight", "staged")
 
 CACHED_BYTES = 256 << 10  # what a core's cache keeps between two passes
 STAGING_UNIT = 2 << 20  # bytes: staging is made in huge pages (kHuge in csrc/io_engine.cpp)
@@ -203,7 +203,9 @@ class EngineConfig:
     max_queued_load_chunks: int = 65536  # further loads are misses
     # A read; large enough for a drive, small enough for a cache while it is summed. At most CACHED_BYTES in memory.
     read_piece_bytes: int = 1 << 20
-    rows: str = "auto"  # host rows: auto (their own memory is read and written, where it can be) | staged (copied)
+    # Host rows: straight (the drive reads and writes their own memory, where alignment and no deadline allow it) |
+    # staged (by way of a buffer) | auto (stores straight, loads staged: docs/adr/0005 says why).
+    rows: str = "auto"
     shutdown_timeout_s: float = 5.0
     staging_bytes: int = 1 << 30  # most that its threads' buffers may take, those of given-up threads included
     breaker_failures: int = 8  # storage calls in a row that fail until loads (or stores) are turned off; 0: never

@@ -1,7 +1,7 @@
 """TransferEngine: stores and loads chunks between this process's pages and a store.
 
-The caller's thread looks up and queues, no more. A thread for loads pins, submits, settles and publishes them; it touches
-memory only (reader.py). Another drops what is present of stores, reserves slots, submits, commits and publishes
+The caller's thread looks up and queues, no more. A thread for loads pins, submits, settles and publishes them; it
+touches memory only (reader.py). Another drops what is present of stores, reserves slots, submits, commits and publishes
 (writer.py). So no caller ever waits for the disk or the index, and no load for a store. Every accepted job ends in
 exactly one TransferResult.
 """
@@ -25,20 +25,23 @@ from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages, slot_of
 from kvxfer.errors import EngineClosed, IOFault, LayoutError, StoreError
 from kvxfer.intake import Intake
-from kvxfer.jobs import LOAD, STORE, JobRunner, Status, check_process
 from kvxfer.io.modes import in_memory
+from kvxfer.jobs import LOAD, STORE, JobRunner, Status, check_process
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
-from kvxfer.report import engine_reporter
 from kvxfer.reader import LoadReader
+from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob, TransferResult, block_table, deadline_ns, refuse_repeated
 from kvxfer.store import Store
 from kvxfer.writer import StoreWriter
 
 __all__ = ["TransferEngine", "TransferResult"]
 
+_STRAIGHT = {"auto": (STORE,), "straight": (STORE, LOAD), "staged": ()}  # EngineConfig.rows
 TOUCHES = 1 << 12  # calls that wait
 WATCH_S = 0.1  # how long a thread sleeps at most when nothing wakes it
+# Pages of engines that left threads behind in calls: their memory must stay.
+_KEPT: list[tuple[KVPages, ...]] = []
 
 
 class TransferEngine:
@@ -98,14 +101,12 @@ class TransferEngine:
             threads=io_threads,
             io_timeout_s=self.config.io_timeout_s,
             max_lost_threads=self._staging_limit // staging_buffer(slot) - io_threads,
-            straight=(STORE, LOAD) if self.config.rows == "auto" else (),
+            straight=_STRAIGHT[self.config.rows],
             **_pieces(self.config, in_memory(store.config.root)),
         )
         self._native_ids = itertools.count(1)
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
-        self._reader = LoadReader(
-            store, self._runner, self._handles, self._native_ids, self._intake, self._publish
-        )
+        self._reader = LoadReader(store, self._runner, self._handles, self._native_ids, self._intake, self._publish)
         self._writer = StoreWriter(
             store, self.digest, slot, self._runner, self._handles, self._native_ids, self._intake, self._publish
         )
@@ -256,12 +257,16 @@ class TransferEngine:
             job.fail_rest(Status.CANCELLED)
             self._publish(job)
             return
-        job.cancelled.set()  # for what is being planned: a batch is on the list before that is looked at last
+        job.cancelled = True  # for what is being planned: a batch is on the list before that is looked at last
         for native in list(job.native_ids):
             self._runner.cancel(native)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until every accepted job has a result. False if `timeout` seconds did not suffice."""
+        """Wait until every accepted job has a result. False if `timeout` seconds did not suffice.
+
+        A load that was cancelled has its result once nothing can write its pages any more: with rows="straight" and a
+        read that does not return, that is when it returns, or at the engine's shutdown.
+        """
         check_process(self._pid, "engine")
         with self._lock:
             return self._published.wait_for(lambda: not self._open, timeout)
@@ -293,6 +298,7 @@ class TransferEngine:
                 job.fail_rest(Status.LOST)
                 self._publish(job)
         if left:
+            _KEPT.append(self._pages)  # a read straight into them may still be under way
             engine_reporter.warn(
                 "shutdown", f"shutdown left {left} threads in calls that have not returned", count=left
             )

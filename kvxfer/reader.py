@@ -86,7 +86,7 @@ class LoadReader:
         records = b"".join([entry.record for entry in found[: permit.chunks]])
         ids = job.block_ids if len(index) == len(entries) else job.block_ids[list(index)]
         self._runner.submit(native, LOAD, self._handles, records, ids, digest, deadline_ns=closes_ns)
-        if job.cancelled.is_set():  # meanwhile
+        if job.cancelled:  # meanwhile
             self._runner.cancel(native)
 
     def settle(self) -> None:

@@ -14,7 +14,6 @@ from kvxfer.bitmap import CompletionBitmap
 from kvxfer.errors import ConfigError, LayoutError
 from kvxfer.jobs import ChunkError, JobOutcome, Status, nanoseconds
 
-
 _FEW = 4096  # block ids
 
 
@@ -44,7 +43,7 @@ class PendingJob:
     started: float = field(default_factory=time.monotonic)
     native_ids: list[int] = field(default_factory=list)  # what was handed to the runner for it
     planned: threading.Event = field(default_factory=threading.Event)  # `native_ids` is complete
-    cancelled: threading.Event = field(default_factory=threading.Event)  # what is not handed over yet will not be
+    cancelled: bool = False  # what is not handed over yet will not be
     unanswered: int = -1  # keys; counted down by arrive() and fail()
     moved: int = 0  # chunks that the runner moved for this job, and that count
     _arrived: bytearray = field(default_factory=bytearray)  # [num_keys]
@@ -116,7 +115,7 @@ def block_table(block_ids: ArrayLike, num_keys: int, blocks_per_chunk: int, num_
         raw = np.asarray(block_ids)
     except ValueError as exc:  # rows of several lengths
         raise LayoutError(f"block_ids are no table: {exc}") from None
-    if raw.size and not np.issubdtype(raw.dtype, np.integer):
+    if raw.size and raw.dtype.kind not in "iu":
         raise LayoutError(f"block_ids are {raw.dtype}, want integers")
     if raw.shape not in ((num_keys, blocks_per_chunk), (num_keys * blocks_per_chunk,)):
         raise LayoutError(f"block_ids have shape {raw.shape}, want ({num_keys}, {blocks_per_chunk})")

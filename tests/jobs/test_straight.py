@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as C
 import errno
 import time
 from collections.abc import Iterator
@@ -40,7 +41,9 @@ class Table:
     def __init__(self, row_bytes: int = ROW, shift: int = 0, seed: int | None = None) -> None:
         self._buffer = AlignedBuffer(ROWS * row_bytes + 4096, 4096)
         self.rows = self._buffer.array[shift : shift + ROWS * row_bytes].reshape(ROWS, row_bytes)
-        self.rows[:] = POISON if seed is None else np.random.default_rng(seed).integers(0, 256, self.rows.shape, np.uint8)
+        self.rows[:] = POISON
+        if seed is not None:
+            self.rows[:] = np.random.default_rng(seed).integers(0, 256, self.rows.shape, np.uint8)
         self.pages = KVPages(row_mapping(row_bytes), [self.rows], ROWS)
 
 
@@ -352,4 +355,4 @@ def test_nothing_is_written_after_a_result(
 
 def test_a_piece_of_no_size_is_refused() -> None:
     config = _native.EngineConfigStruct(threads=1, read_piece_bytes=4096)
-    assert _native.lib().kvx_engine_new(_native.C.byref(config), _native.C.byref(_native.C.c_void_p())) == -errno.EINVAL
+    assert _native.lib().kvx_engine_new(C.byref(config), C.byref(C.c_void_p())) == -errno.EINVAL
