@@ -312,7 +312,8 @@ def run(table: Table, options: Options) -> None:
             continue
         table.note(
             f"tier on {kind} at {place}: vLLM {vllm.__version__}, {options.engine_bytes >> 20} MiB or more in {JOBS} "
-            "jobs; fs without checksums, its files removed before each store; KvxferTier with them, evicting from the third on"
+            "jobs; fs without checksums, its files removed before each store; KvxferTier with them, evicting from the "
+            "third on"
         )
         for row_bytes in sizes[::2] if options.quick else sizes:
             with temporary_folder(place) as folder:
