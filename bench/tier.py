@@ -299,6 +299,7 @@ def run(table: Table, options: Options) -> None:
     if (why := whats_missing()) is not None:
         table.note(f"tier: left out: {why}")
         return
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with warnings.catch_warnings():  # torch's and vLLM's own, while they are imported
         warnings.simplefilter("ignore")
         import vllm

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import __main__ as command
-from bench import lookup, policy, resident
+from bench import lookup, policy, resident, tier
 from bench.table import OK, WRONG, Table, exit_status, figure
 from kvxfer.policy import ARCPolicy, LRUPolicy
 from kvxfer.store import Store
@@ -36,6 +36,14 @@ def test_a_figure_has_a_bar_that_it_must_not_exceed() -> None:
     assert (table.rows[3].figure, table.rows[3].ok) == (None, WRONG)
     assert exit_status(table.rows[:3]) == 0
     assert exit_status(table.rows) == 1
+
+
+def test_the_tiers_rows_are_left_out_where_there_is_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier.importlib.util, "find_spec", lambda name: None)
+    table = rows_of(tmp_path, "tier")
+    assert table.rows == []
+    assert table.notes == ["tier: left out: vLLM is not installed in this environment: make bench-vllm"]
+    assert exit_status(table.rows) == 0
 
 
 # ---- policies
