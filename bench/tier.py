@@ -15,7 +15,7 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,9 @@ from kvxfer.keys import make_offload_key
 __all__ = ["run", "whats_missing"]
 
 JOBS = 8  # of a store or load, submitted together: fs has a thread for each
-JOB_CHUNKS = 32  # of one, at least
+JOB_CHUNKS = 16  # of one, at least
+FS, MINE = "vLLM fs", "KvxferTier"
+OTHERS = ("straight", "staged")  # the tier with EngineConfig.rows set
 TIMEOUT_S = 60.0
 STEP_S = 0.0002  # from one poll to the next
 TOKENS = 16
@@ -245,33 +247,40 @@ def measure_rows(table: Table, options: Options, row_bytes: int, folder: Path, k
     bars: tuple[float | None, float | None] = ON_DISK
     if kind in MEMORY_FILESYSTEMS:
         bars = ON_MEMORY.get(row_bytes, (None, None))
-    fs = {"type": "fs", "root_dir": str(folder / "fs")}
-    mine = {
+    with ExitStack() as stack:
+        sides = {FS: _fs_side(folder, chunks, row_bytes), MINE: _side(options, folder / "auto", chunks, row_bytes)}
+        for rows in () if options.quick else OTHERS:
+            sides[f"rows {rows}"] = _side(options, folder / rows, chunks, row_bytes, rows=rows)
+        for side in sides.values():
+            stack.callback(side.close)
+        gc.collect()
+        where = f"{size_text(row_bytes)}, {kind}"
+        table.add(measure(f"tier store {where}", [_store(*named, bars[0]) for named in sides.items()], **timing))
+        table.add(measure(f"tier load {where}", [_load(*named, bars[1]) for named in sides.items()], **timing))
+        table.add(_caller_rows(where, sides))
+
+
+def _fs_side(folder: Path, chunks: int, row_bytes: int) -> Side:
+    root = folder / "fs"
+    return Side({"type": "fs", "root_dir": str(root)}, chunks, row_bytes, lambda: _remove_files(root))
+
+
+def _side(options: Options, root: Path, chunks: int, row_bytes: int, **keys: Any) -> Side:
+    tier = {
         "type": "KvxferTier",
         "module_path": "kvxfer.integrations.vllm_tier",
-        "root_dir": str(folder / "kvxfer"),
+        "root_dir": str(root),
         "weights_fingerprint": "bench",
         "io_threads": options.io_threads,
         **row_store_keys(row_bytes, chunks, options.io_threads),
         **options.engine,
+        **keys,
     }
-    with ExitStack() as stack:
-        sides = [Side(fs, chunks, row_bytes, lambda: _remove_files(folder / "fs")), Side(mine, chunks, row_bytes, None)]
-        for side in sides:
-            stack.callback(side.close)
-        gc.collect()
-        where = f"{size_text(row_bytes)}, {kind}"
-        table.add(measure(f"tier store {where}", [_store(*named, bars[0]) for named in _named(sides)], **timing))
-        table.add(measure(f"tier load {where}", [_load(*named, bars[1]) for named in _named(sides)], **timing))
-        table.add(_caller_rows(where, sides))
-
-
-def _named(sides: Sequence[Side]) -> list[tuple[str, Side]]:
-    return list(zip(("vLLM fs", "KvxferTier"), sides, strict=True))
+    return Side(tier, chunks, row_bytes, None)
 
 
 def _store(name: str, side: Side, bar: float | None) -> Impl:
-    mine = name == "KvxferTier"
+    mine = name == MINE
     return Impl(
         name=name, run=side.store_all, check=side.check_store, poison=side.before_store, bar=bar if mine else None,
         always_check=True,
@@ -279,18 +288,23 @@ def _store(name: str, side: Side, bar: float | None) -> Impl:
 
 
 def _load(name: str, side: Side, bar: float | None) -> Impl:
-    mine = name == "KvxferTier"
+    mine = name == MINE
     return Impl(
         name=name, run=side.load_all, check=side.check, poison=side.poison, bar=bar if mine else None, always_check=True
     )
 
 
-def _caller_rows(where: str, sides: Sequence[Side]) -> list[Row]:
+def _caller_rows(where: str, sides: Mapping[str, Side]) -> list[Row]:
     """What a chunk takes of the scheduler's thread, to the store and back: the medians of both trips, added up."""
-    found = [statistics.median(side.store_us) + statistics.median(side.load_us) for side in sides]
+    found = {
+        name: (statistics.median(side.store_us) + statistics.median(side.load_us), len(side.load_us))
+        for name, side in sides.items()
+        if name in (FS, MINE)
+    }
+    most = {FS: None, MINE: CALLER_SHARE * found[FS][0]}
     return [
-        figure(f"caller's thread, {where}", name, us, "us a chunk", most=most, runs=len(side.load_us))
-        for (name, side), us, most in zip(_named(sides), found, (None, CALLER_SHARE * found[0]), strict=True)
+        figure(f"caller's thread, {where}", name, us, "us a chunk", most=most[name], runs=runs)
+        for name, (us, runs) in found.items()
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import __main__ as command
-from bench import lookup, policy, resident, tier
+from bench import lookup, policy, resident
 from bench.table import OK, WRONG, Table, exit_status, figure
 from kvxfer.policy import ARCPolicy, LRUPolicy
 from kvxfer.store import Store
@@ -39,7 +39,7 @@ def test_a_figure_has_a_bar_that_it_must_not_exceed() -> None:
 
 
 def test_the_tiers_rows_are_left_out_where_there_is_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     table = rows_of(tmp_path, "tier")
     assert table.rows == []
     assert table.notes == ["tier: left out: vLLM is not installed in this environment: make bench-vllm"]
