@@ -6,6 +6,43 @@
 
 #include "engine.h"
 
+namespace kvx {
+
+void Core::stats(kvx_stats *out) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const Counters &c = counters;
+  *out = {c.chunks_stored,
+          c.chunks_loaded,
+          c.bytes_written,
+          c.bytes_read,
+          c.chunks_verified,
+          c.segments_verified,
+          c.truncated,
+          c.bad_trailer,
+          c.foreign,
+          c.bad_sum,
+          c.absent,
+          c.io_errors,
+          c.deadline_cuts,
+          c.lost_calls,
+          c.late_returns,
+          c.lost_writes,
+          c.read_ns,
+          c.write_ns,
+          staging_use.peak,
+          0,
+          busy_,
+          in_service_,
+          lost_,
+          0,
+          staging_use.bytes};
+  for (const auto &queue : queue_)
+    for (const auto &job : queue) out->queued_chunks += job->closed() ? 0 : job->untaken();
+  for (const Worker &worker : workers_) out->leaked_bytes += worker.lost ? worker.staging.size() : 0;
+}
+
+}  // namespace kvx
+
 struct kvx_engine {
   std::shared_ptr<kvx::Core> core;  // threads that never return keep it alive
 };
