@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 
 def tiny(path: Path) -> Options:
     return Options(
-        only="tier", dirs=(path,), quick=True, runs=2, io_threads=2, engine_bytes=512 << 10, row_sizes=(64 << 10,)
+        only="tier", dirs=(path,), quick=True, runs=2, io_threads=2, engine_bytes=1 << 20, row_sizes=(64 << 10,)
     )
 
 
