@@ -16,7 +16,7 @@ DIR ?=
 ARGS ?=
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: help install demo test test-slow test-gpu test-vllm test-asan test-tsan check format bench clean
+.PHONY: help install demo test test-slow test-gpu test-vllm test-asan test-tsan check format bench bench-vllm clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 12
@@ -46,6 +46,7 @@ test-vllm: $(VLLM_VENV)/.kvxfer ## the tests marked vllm, over vLLM for CPUs in 
 	@mkdir -p build/vllm
 	@ln -sfn ../../tests build/vllm/tests
 	@ln -sfn ../../pyproject.toml build/vllm/pyproject.toml
+	@ln -sfn ../../bench build/vllm/bench
 	@cd build/vllm && $(CURDIR)/$(VLLM_BIN)/python -m pytest -m vllm tests/integrations $(ARGS)
 
 check: install ## format, lint, types, floors
@@ -62,6 +63,13 @@ format: install ## rewrite the sources as check wants them
 
 bench: install ## converter and engine rows against their peers; DIR=/mnt/nvme says where; 1 on any wrong byte
 	@$(BIN)/python -m bench $(if $(DIR),--dir $(DIR)) $(ARGS)
+
+bench-vllm: $(VLLM_VENV)/.kvxfer ## beside vLLM's own fs tier, and in the real engine, in .venv-vllm; DIR=/mnt/nvme says where
+	@mkdir -p build/vllm
+	@ln -sfn ../../bench build/vllm/bench
+	@ln -sfn ../../tests build/vllm/tests
+	@cd build/vllm && for room in tier ttft; do \
+	$(CURDIR)/$(VLLM_BIN)/python -m bench --only $$room $(if $(DIR),--dir $(abspath $(DIR))) $(ARGS); done
 
 # csrc under the sanitizers, built aside; the tests that reach it run over that library. (Not those of several
 # processes: what they test is Python's, and every one of their processes would start under the sanitizer.)

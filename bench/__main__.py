@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench import converter, engine, lookup, policy, resident, sharing, ttft
+from bench import converter, engine, lookup, policy, resident, sharing, tier, ttft
 from bench.options import MIB, Options
 from bench.table import Table, exit_status, machine_facts
 from kvxfer.errors import KvxferError
@@ -23,6 +23,7 @@ ROOMS = {
     "lookup": lookup.run,
     "resident": resident.run,
     "sharing": sharing.run,
+    "tier": tier.run,
     "ttft": ttft.run,
 }
 

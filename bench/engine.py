@@ -23,14 +23,14 @@ from kvxfer.convert.pages import KVPages
 from kvxfer.engine import TransferEngine, TransferResult
 from kvxfer.errors import StoreError
 from kvxfer.geometry import PRESETS, KVGeometry, ShardSpec
-from kvxfer.io.modes import filesystem_type
+from kvxfer.io.modes import MEMORY_FILESYSTEMS, filesystem_type
 from kvxfer.keys import Namespace, make_offload_key
 from kvxfer.layout import PageLayout, kvx1_mapping, row_mapping
 from kvxfer.mapping import CanonicalMapping
 from kvxfer.slot import SlotLayout
 from kvxfer.store import Store
 
-__all__ = ["room_needed", "run"]
+__all__ = ["room_needed", "row_store_keys", "run", "size_text", "temporary_folder"]
 
 BAR = 0.95  # of plain direct I/O; a floor, and only on a disk: what memory costs is a report
 JOB_CHUNKS = 256  # of one job, at most; a run's jobs are submitted together
@@ -39,7 +39,6 @@ TIMEOUT_S = 60.0
 INDEX_BYTES = 16 << 20
 SMALL_BYTES = 4 << 20  # of what a store keeps beside slabs and index
 ROW_SIZES = (64 << 10, 512 << 10, 2 << 20)
-IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ def _kvx1(geometry: KVGeometry, blocks: int) -> Shape:
     mapping = kvx1_mapping(geometry, ShardSpec(), page, blocks_per_chunk=blocks)
     tokens = blocks * geometry.tokens_per_block
     return Shape(
-        name=f"kvx1 {_size(mapping.slot.payload_bytes)} ({blocks} block{'s' * (blocks > 1)})",
+        name=f"kvx1 {size_text(mapping.slot.payload_bytes)} ({blocks} block{'s' * (blocks > 1)})",
         mapping=mapping,
         live=True,
         namespace=_namespace("kvx1", asdict(geometry), geometry.dtype, blocks, tokens),
@@ -81,7 +80,7 @@ def _kvx1(geometry: KVGeometry, blocks: int) -> Shape:
 
 def _row(row_bytes: int) -> Shape:
     return Shape(
-        name=f"row {_size(row_bytes)}",
+        name=f"row {size_text(row_bytes)}",
         mapping=row_mapping(row_bytes),
         live=False,
         namespace=_namespace("row", {"row_bytes": row_bytes}, "uint8", 1, 16),
@@ -101,7 +100,8 @@ def _namespace(form: str, geometry: dict[str, Any], dtype: str, blocks: int, tok
     )
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """Such as "2 MiB"."""
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 and nbytes % (1 << 20) == 0 else f"{nbytes >> 10} KiB"
 
 
@@ -144,7 +144,7 @@ class EngineRun:
         self.shape, self.num_chunks = shape, num_chunks
         self.pool = Pages(shape, num_chunks)
         self.files = config.io_threads
-        store_config = _store_config(root, shape.slot, num_chunks, self.files)
+        store_config = StoreConfig.from_mapping({"root": root} | _store_keys(shape.slot, num_chunks, self.files))
         self.store = stack.enter_context(Store.open(store_config, writers=self.files))
         self.engine = stack.enter_context(
             TransferEngine(self.store, shape.namespace, [self.pool.pages], config=config, live=shape.live)
@@ -205,15 +205,19 @@ def _complete(results: dict[int, TransferResult], jobs: Sequence[int], nbytes: i
     return None if moved == nbytes else f"{moved} of {nbytes} bytes were moved"
 
 
-def _store_config(root: Path, slot: SlotLayout, num_chunks: int, files: int) -> StoreConfig:
-    """Room for GENERATIONS runs in so many slabs, and for no slab more."""
+def _store_keys(slot: SlotLayout, num_chunks: int, files: int) -> dict[str, int]:
+    """Room for GENERATIONS runs in so many slabs, and for no slab more: fields of StoreConfig."""
     slab_bytes = slot.alignment + -(-GENERATIONS * num_chunks // files) * slot.slot_bytes
-    return StoreConfig(
-        root=root,
-        capacity_bytes=files * slab_cost(slab_bytes) + INDEX_BYTES + SMALL_BYTES,
-        slab_bytes=slab_bytes,
-        index_map_bytes=INDEX_BYTES,
-    )
+    return {
+        "capacity_bytes": files * slab_cost(slab_bytes) + INDEX_BYTES + SMALL_BYTES,
+        "slab_bytes": slab_bytes,
+        "index_map_bytes": INDEX_BYTES,
+    }
+
+
+def row_store_keys(row_bytes: int, num_chunks: int, files: int) -> dict[str, int]:
+    """The same for host rows."""
+    return _store_keys(row_mapping(row_bytes).slot, num_chunks, files)
 
 
 class PlainRun:
@@ -302,12 +306,13 @@ def _loads(run: EngineRun, plain: PlainRun, bar: float | None) -> list[Impl]:
     mine = Impl(name="kvxfer", run=run.load_all, poison=pool.poison, check=pool.check, bar=bar, always_check=True)
     impls = [peer("plain", plain.load_all), mine, peer("plain + copy", plain.load_staged)]
     if plain.piece_bytes < run.shape.slot.payload_stride:
-        impls.append(peer(f"plain {_size(plain.piece_bytes)}", plain.load_pieces))
+        impls.append(peer(f"plain {size_text(plain.piece_bytes)}", plain.load_pieces))
     return impls
 
 
 @contextmanager
-def _folder(place: Path) -> Iterator[Path]:
+def temporary_folder(place: Path) -> Iterator[Path]:
+    """A folder in `place` that is removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="kvxfer-bench-", dir=place))
     try:
         yield folder
@@ -328,9 +333,9 @@ def run(table: Table, options: Options) -> None:
         if (free := shutil.disk_usage(place).free) < (need := room_needed(options)):
             table.note(f"engine on {kind}: left out, {free >> 20} MiB are free and {need >> 20} are needed")
             continue
-        with _folder(place) as folder:
+        with temporary_folder(place) as folder:
             direct, why = _io_mode(folder)
-            bar = BAR if direct and kind not in IN_MEMORY else None
+            bar = BAR if direct and kind not in MEMORY_FILESYSTEMS else None
             table.facts[f"io {place}"] = f"{kind}, {why}"
             table.note(
                 f"engine on {kind} at {place}: {why}; {options.engine_bytes >> 20} MiB a run, "

@@ -18,7 +18,7 @@ from kvxfer.store import Store
 __all__ = ["run"]
 
 MOST_MS = 100.0
-BATCH = 64  # chunks, as the engine takes them
+BATCH = 64  # chunks, as the engine takes rows of 512 KiB
 PATIENCE_S = 30.0
 _WATCHER = """
 import sys, time

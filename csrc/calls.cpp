@@ -39,6 +39,12 @@ int64_t libc_pread(int fd, void *buf, uint64_t n, uint64_t offset) {
 int64_t libc_pwrite(int fd, const void *buf, uint64_t n, uint64_t offset) {
   return or_errno(::pwrite(fd, buf, n, static_cast<off_t>(offset)));
 }
+int64_t libc_preadv(int fd, const ::iovec *to, int count, uint64_t offset) {
+  return or_errno(::preadv(fd, to, count, static_cast<off_t>(offset)));
+}
+int64_t libc_pwritev(int fd, const ::iovec *from, int count, uint64_t offset) {
+  return or_errno(::pwritev(fd, from, count, static_cast<off_t>(offset)));
+}
 int libc_fallocate(int fd, uint64_t length) {
   return or_errno(::fallocate(fd, 0, 0, static_cast<off_t>(length)));
 }
@@ -102,9 +108,9 @@ int libc_mmap(uint64_t length, void **out) {
   return 0;
 }
 
-constexpr Calls kLibc = {libc_open,      libc_close, libc_pread, libc_pwrite,   libc_fallocate,
-                         libc_ftruncate, libc_fsync, libc_size,  libc_dioalign, libc_unlink,
-                         libc_rename,    libc_mkdir, libc_lock,  libc_mmap};
+constexpr Calls kLibc = {libc_open,      libc_close,     libc_pread, libc_pwrite, libc_preadv,   libc_pwritev,
+                         libc_fallocate, libc_ftruncate, libc_fsync, libc_size,   libc_dioalign, libc_unlink,
+                         libc_rename,    libc_mkdir,     libc_lock,  libc_mmap};
 
 // ---- fault rules ------------------------------------------------------------------------------------------
 
@@ -249,6 +255,32 @@ int64_t cut_pwrite(int fd, const void *buf, uint64_t n, uint64_t offset, uint64_
   return limit == 0 ? 0 : libc_pwrite(Buffered(fd, O_WRONLY).fd(), buf, limit, offset);
 }
 
+// The first `limit` bytes of some places.
+std::vector<::iovec> first_bytes(const ::iovec *places, int count, uint64_t limit) {
+  std::vector<::iovec> out(places, places + count);
+  for (::iovec &place : out) {
+    place.iov_len = place.iov_len < limit ? place.iov_len : limit;
+    limit -= place.iov_len;
+  }
+  return out;
+}
+uint64_t total(const ::iovec *places, int count) {
+  uint64_t n = 0;
+  for (int i = 0; i < count; ++i) n += places[i].iov_len;
+  return n;
+}
+
+int64_t cut_preadv(int fd, const ::iovec *to, int count, uint64_t offset, uint64_t limit) {
+  if (limit >= total(to, count)) return libc_preadv(fd, to, count, offset);
+  if (limit == 0) return 0;
+  return libc_preadv(Buffered(fd, O_RDONLY).fd(), first_bytes(to, count, limit).data(), count, offset);
+}
+int64_t cut_pwritev(int fd, const ::iovec *from, int count, uint64_t offset, uint64_t limit) {
+  if (limit >= total(from, count)) return libc_pwritev(fd, from, count, offset);
+  if (limit == 0) return 0;
+  return libc_pwritev(Buffered(fd, O_WRONLY).fd(), first_bytes(from, count, limit).data(), count, offset);
+}
+
 // ---- the faulty table -------------------------------------------------------------------------------------
 
 int faulty_open(const char *path, int flags, int mode) {
@@ -265,6 +297,22 @@ int64_t faulty_pread(int fd, void *buf, uint64_t n, uint64_t offset) {
     static_cast<uint8_t *>(buf)[rule.arg] ^= 1;
   }
   return got;
+}
+int64_t faulty_preadv(int fd, const ::iovec *to, int count, uint64_t offset) {
+  const Verdict verdict = decide(KVX_OP_PREAD, true, offset, total(to, count));
+  const kvx_fault &rule = verdict.fault;
+  const int64_t got =
+      faulty(verdict, [&](uint64_t limit) { return cut_preadv(fd, to, count, offset, limit); });
+  if (rule.action == KVX_FAULT_FLIP && got > 0 && rule.arg < static_cast<uint64_t>(got)) {
+    uint64_t at = rule.arg;
+    for (; at >= to->iov_len; ++to) at -= to->iov_len;
+    static_cast<uint8_t *>(to->iov_base)[at] ^= 1;
+  }
+  return got;
+}
+int64_t faulty_pwritev(int fd, const ::iovec *from, int count, uint64_t offset) {
+  return faulty(decide(KVX_OP_PWRITE, true, offset, total(from, count)),
+                [&](uint64_t limit) { return cut_pwritev(fd, from, count, offset, limit); });
 }
 int64_t faulty_pwrite(int fd, const void *buf, uint64_t n, uint64_t offset) {
   return faulty(decide(KVX_OP_PWRITE, true, offset, n),
@@ -301,9 +349,10 @@ int faulty_mmap(uint64_t length, void **out) {
   return plain(KVX_OP_MMAP, [&] { return libc_mmap(length, out); });
 }
 
-constexpr Calls kFaulty = {faulty_open,      faulty_close, faulty_pread, faulty_pwrite,   faulty_fallocate,
-                           faulty_ftruncate, faulty_fsync, faulty_size,  faulty_dioalign, faulty_unlink,
-                           faulty_rename,    faulty_mkdir, faulty_lock,  faulty_mmap};
+constexpr Calls kFaulty = {faulty_open,   faulty_close,   faulty_pread,     faulty_pwrite,
+                           faulty_preadv, faulty_pwritev, faulty_fallocate, faulty_ftruncate,
+                           faulty_fsync,  faulty_size,    faulty_dioalign,  faulty_unlink,
+                           faulty_rename, faulty_mkdir,   faulty_lock,      faulty_mmap};
 
 }  // namespace
 

@@ -2,6 +2,8 @@
 #ifndef KVX_CALLS_H
 #define KVX_CALLS_H
 
+#include <sys/uio.h>
+
 #include <cstdint>
 
 #include "kvx.h"
@@ -9,12 +11,15 @@
 namespace kvx {
 
 // One entry for each kvx_op. All return >= 0 or -errno and make exactly one system call; none retries.
-// `dioalign` is a second face of KVX_OP_FSTAT (it asks statx) and is counted and faulted as that.
+// `dioalign` is a second face of KVX_OP_FSTAT (it asks statx), `preadv` and `pwritev` are second faces of
+// KVX_OP_PREAD and KVX_OP_PWRITE: counted and faulted as those.
 struct Calls {
   int (*open)(const char *path, int flags, int mode);
   int (*close)(int fd);
   int64_t (*pread)(int fd, void *buf, uint64_t n, uint64_t offset);
   int64_t (*pwrite)(int fd, const void *buf, uint64_t n, uint64_t offset);
+  int64_t (*preadv)(int fd, const ::iovec *to, int count, uint64_t offset);
+  int64_t (*pwritev)(int fd, const ::iovec *from, int count, uint64_t offset);
   int (*fallocate)(int fd, uint64_t length);
   int (*ftruncate)(int fd, uint64_t length);
   int (*fsync)(int fd);

@@ -252,6 +252,16 @@ bool lies_beside(const PlanRun &a, const PlanRun &b) {
          a.block_stride == b.block_stride && apart < a.local_stride;
 }
 
+bool is_straight(const Mapping &mapping) {
+  if (mapping.live || mapping.layout.blocks_per_chunk != 1) return false;
+  for (const OwnedSegment &segment : mapping.segments) {
+    const bool whole =
+        segment.end_piece == segment.first_piece + 1 && segment.least_fragment == segment.bytes;
+    if (!whole || segment.bytes != segment.padded || segment.page_grain % kMemoryAlignment != 0) return false;
+  }
+  return true;
+}
+
 int build(const kvx_run *runs, uint64_t num_runs, const uint32_t *segments, uint32_t num_segments,
           uint64_t canonical_block_stride, const kvx_tensor *tensors, uint32_t num_tensors,
           Mapping *mapping) {
@@ -288,6 +298,7 @@ int build(const kvx_run *runs, uint64_t num_runs, const uint32_t *segments, uint
     mapping->part_bytes += segment.bytes;
     mapping->segments.push_back(segment);
   }
+  mapping->straight = is_straight(*mapping);
   return r == num_runs ? 0 : -EINVAL;  // a run of a segment that is not listed, or out of order
 }
 

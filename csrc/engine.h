@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <list>
@@ -21,9 +22,10 @@ namespace kvx {
 class Backend {
  public:
   virtual ~Backend() = default;
-  // As kvx_file_pread and kvx_file_pwrite.
-  virtual int64_t read(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved) = 0;
-  virtual int64_t write(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved) = 0;
+  // As file_preadv and file_pwritev.
+  virtual int64_t read(kvx_file *file, const Span *to, uint32_t count, uint64_t offset, uint64_t *moved) = 0;
+  virtual int64_t write(kvx_file *file, const Span *from, uint32_t count, uint64_t offset,
+                        uint64_t *moved) = 0;
 };
 
 // What all buffers of an engine take.
@@ -55,6 +57,37 @@ struct Counters {
       write_ns{0};
 };
 
+// Wakes whoever waits for a direction. Its lock is held for a moment only, so that ringing waits for nobody,
+// as it might for the engine's.
+class Bell {
+ public:
+  enum Answer { kTimeout, kRung, kCalled };
+  // There may be news of the directions in `mask`.
+  void ring(uint32_t mask) { signal(mask, 0); }
+  // Ends their wait, news or not.
+  void call(uint32_t mask) { signal(mask, mask); }
+  Answer wait(uint32_t mask, std::chrono::steady_clock::time_point end) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!heard_.wait_until(lock, end, [&] { return rung_ & mask; })) return kTimeout;
+    const bool called = called_ & mask;
+    rung_ &= ~mask, called_ &= ~mask;
+    return called ? kCalled : kRung;
+  }
+
+ private:
+  void signal(uint32_t rung, uint32_t called) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      rung_ |= rung, called_ |= called;
+    }
+    heard_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable heard_;
+  uint32_t rung_ = 0, called_ = 0;  // by direction
+};
+
 class Core;
 
 struct Worker {
@@ -79,7 +112,7 @@ class Core : public std::enable_shared_from_this<Core> {
   void forget(uint64_t job_id);
   bool late(uint64_t *job_id, uint32_t *chunk);
   bool wait(uint32_t mask, uint64_t timeout_ns);
-  void wake();
+  void wake(uint32_t mask) { bell_.call(mask); }
   int wait_gathered(uint64_t job_id, uint64_t timeout_ns);
   int cancel(uint64_t job_id);
   int shutdown(uint64_t timeout_ns);
@@ -90,7 +123,6 @@ class Core : public std::enable_shared_from_this<Core> {
   Counters counters;
   StagingUse staging_use;  // before the workers, whose buffers count in it
   Backend &backend() { return *backend_; }
-  uint64_t read_piece_bytes() const { return config_.read_piece_bytes; }
   bool enter_gate(Job &job, uint32_t chunk);
   void leave_gate(Job &job);
   bool begin_write(Job &job, uint32_t chunk);
@@ -111,12 +143,14 @@ class Core : public std::enable_shared_from_this<Core> {
   bool quiet();
   void mark_lost(Worker *worker);
   void spawn();
+  bool has_news(int direction) const;
   void publish_if_done(Job &job);
   void fail_queued(uint8_t status);
   void reap();
 
   const kvx_engine_config config_;
   std::unique_ptr<Backend> backend_;
+  Bell bell_;
   // guarded by mutex
   std::condition_variable work_, done_, monitor_wake_, idle_;
   std::deque<std::shared_ptr<Job>> queue_[2];  // by direction
@@ -132,11 +166,10 @@ class Core : public std::enable_shared_from_this<Core> {
   uint32_t lost_ = 0;        // threads whose call has not returned
   uint32_t busy_ = 0;        // of those in service
   uint32_t storing_ = 0;     // of those, in a store
-  bool woken_ = false;
-  bool watching_ = false;  // the monitor looks at the clock while calls are under way
-  bool stopping_ = false;  // no more jobs
-  bool stopped_ = false;   // no more chunks
-  bool shut_ = false;      // threads have left, or are in a call
+  bool watching_ = false;    // the monitor looks at the clock while calls are under way
+  bool stopping_ = false;    // no more jobs
+  bool stopped_ = false;     // no more chunks
+  bool shut_ = false;        // threads have left, or are in a call
 };
 
 // The two trips of one chunk (docs/architecture.md). They return what became of it.

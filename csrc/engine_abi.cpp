@@ -6,6 +6,43 @@
 
 #include "engine.h"
 
+namespace kvx {
+
+void Core::stats(kvx_stats *out) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const Counters &c = counters;
+  *out = {c.chunks_stored,
+          c.chunks_loaded,
+          c.bytes_written,
+          c.bytes_read,
+          c.chunks_verified,
+          c.segments_verified,
+          c.truncated,
+          c.bad_trailer,
+          c.foreign,
+          c.bad_sum,
+          c.absent,
+          c.io_errors,
+          c.deadline_cuts,
+          c.lost_calls,
+          c.late_returns,
+          c.lost_writes,
+          c.read_ns,
+          c.write_ns,
+          staging_use.peak,
+          0,
+          busy_,
+          in_service_,
+          lost_,
+          0,
+          staging_use.bytes};
+  for (const auto &queue : queue_)
+    for (const auto &job : queue) out->queued_chunks += job->closed() ? 0 : job->untaken();
+  for (const Worker &worker : workers_) out->leaked_bytes += worker.lost ? worker.staging.size() : 0;
+}
+
+}  // namespace kvx
+
 struct kvx_engine {
   std::shared_ptr<kvx::Core> core;  // threads that never return keep it alive
 };
@@ -28,7 +65,8 @@ int guarded(Function function) {
 extern "C" {
 
 int kvx_engine_new(const kvx_engine_config *config, kvx_engine **out) {
-  if (!config || !out || !config->threads || !config->read_piece_bytes) return -EINVAL;
+  if (!config || !out || !config->threads || !config->read_piece_bytes || !config->write_piece_bytes)
+    return -EINVAL;
   if (config->backend != KVX_BACKEND_POSIX) return -ENOSYS;
   return guarded([&] {
     auto core = std::make_shared<kvx::Core>(*config);
@@ -75,7 +113,7 @@ int kvx_engine_wait(kvx_engine *engine, uint32_t mask, uint64_t timeout_ns) {
   return engine->core->wait(mask, timeout_ns);
 }
 
-void kvx_engine_wake(kvx_engine *engine) { engine->core->wake(); }
+void kvx_engine_wake(kvx_engine *engine, uint32_t mask) { engine->core->wake(mask); }
 
 int kvx_engine_wait_gathered(kvx_engine *engine, uint64_t job_id, uint64_t timeout_ns) {
   return engine->core->wait_gathered(job_id, timeout_ns);

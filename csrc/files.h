@@ -19,6 +19,12 @@ struct kvx_file {
 
 namespace kvx {
 
+// Memory that a transfer goes to, or comes from.
+struct Span {
+  uint8_t *data;
+  uint64_t bytes;
+};
+
 inline void file_ref(kvx_file *file) { file->references.fetch_add(1, std::memory_order_relaxed); }
 void file_unref(kvx_file *file);
 
@@ -32,6 +38,9 @@ inline constexpr uint64_t kMaxTransfer = uint64_t{1} << 30;
 // file.
 int64_t file_pread(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved);
 int64_t file_pwrite(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved);
+// The same over several places in turn, in one call where it moves everything.
+int64_t file_preadv(kvx_file *file, const Span *to, uint32_t count, uint64_t offset, uint64_t *moved);
+int64_t file_pwritev(kvx_file *file, const Span *from, uint32_t count, uint64_t offset, uint64_t *moved);
 
 }  // namespace kvx
 

@@ -28,11 +28,11 @@ Clock::time_point after(uint64_t timeout_ns) {
 
 class PosixBackend final : public Backend {
  public:
-  int64_t read(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved) override {
-    return file_pread(file, buf, n, offset, moved);
+  int64_t read(kvx_file *file, const Span *to, uint32_t count, uint64_t offset, uint64_t *moved) override {
+    return file_preadv(file, to, count, offset, moved);
   }
-  int64_t write(kvx_file *file, const void *buf, uint64_t n, uint64_t offset, uint64_t *moved) override {
-    return file_pwrite(file, buf, n, offset, moved);
+  int64_t write(kvx_file *file, const Span *from, uint32_t count, uint64_t offset, uint64_t *moved) override {
+    return file_pwritev(file, from, count, offset, moved);
   }
 };
 
@@ -170,7 +170,9 @@ void Core::count(int direction, const Outcome &outcome) {
 
 void Core::record(Job &job, uint32_t chunk, const Outcome &outcome) {
   if (job.status(chunk) == KVX_PENDING) count(job.direction, outcome);
-  if (job.settle(chunk, outcome)) late_.emplace_back(job.id, chunk);
+  if (!job.settle(chunk, outcome)) return;
+  late_.emplace_back(job.id, chunk);
+  bell_.ring(1u << KVX_STORE);
 }
 
 // Records what became of the worker's chunk. False if the thread is no longer needed.
@@ -179,7 +181,7 @@ bool Core::finish(Worker *worker, const Outcome &outcome) {
   worker->job = nullptr;
   record(*job, worker->chunk, outcome);
   publish_if_done(*job);
-  if (!late_.empty() || (job->direction == KVX_STORE && job->sources_free())) done_.notify_all();
+  if (job->direction == KVX_STORE && job->sources_free()) done_.notify_all();
   bool stay = true;
   if (worker->lost) {  // the call has returned after all
     --lost_;
@@ -228,6 +230,7 @@ void Core::publish_if_done(Job &job) {
   job.timed = false;
   for (uint32_t c = 0; c < job.num_chunks(); ++c) counters.deadline_cuts += job.status(c) == KVX_CUT;
   done_jobs_[job.direction].push_back(job.shared_from_this());
+  bell_.ring(1u << job.direction);
   done_.notify_all();
 }
 
@@ -292,6 +295,7 @@ void Core::mark_lost(Worker *worker) {
   worker->job->settle(worker->chunk,
                       Outcome{slot_at_risk || !store ? uint8_t{KVX_LOST} : uint8_t{KVX_CANCELLED}});
   publish_if_done(*worker->job);
+  if (store) done_.notify_all();  // for whoever waits for its source
   idle_.notify_all();
 }
 
@@ -322,7 +326,7 @@ void Core::reap() {
 
 int Core::submit(const kvx_job &request) {
   int error = 0;
-  const std::shared_ptr<Job> job = Job::make(request, config_.read_piece_bytes, &error);
+  const std::shared_ptr<Job> job = Job::make(request, config_, &error);
   if (!job) return error;
   std::lock_guard<std::mutex> lock(mutex);
   if (stopping_) return -ESHUTDOWN;
@@ -378,20 +382,20 @@ bool Core::late(uint64_t *job_id, uint32_t *chunk) {
 }
 
 bool Core::wait(uint32_t mask, uint64_t timeout_ns) {
-  const bool stores = mask & (1u << KVX_STORE), loads = mask & (1u << KVX_LOAD);
-  std::unique_lock<std::mutex> lock(mutex);
-  const bool woken = done_.wait_until(lock, after(timeout_ns), [&] {
-    return (stores && (woken_ || !late_.empty() || !done_jobs_[KVX_STORE].empty())) ||
-           (loads && !done_jobs_[KVX_LOAD].empty());
-  });
-  if (stores) woken_ = false;
-  return woken;
+  const Clock::time_point end = after(timeout_ns);
+  for (;;) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      for (const int direction : {KVX_STORE, KVX_LOAD})
+        if ((mask >> direction & 1) && has_news(direction)) return true;
+    }
+    const int rung = bell_.wait(mask, end);
+    if (rung != Bell::kRung) return rung == Bell::kCalled;
+  }
 }
 
-void Core::wake() {
-  std::lock_guard<std::mutex> lock(mutex);
-  woken_ = true;
-  done_.notify_all();
+bool Core::has_news(int direction) const {
+  return !done_jobs_[direction].empty() || (direction == KVX_STORE && !late_.empty());
 }
 
 int Core::wait_gathered(uint64_t job_id, uint64_t timeout_ns) {
@@ -443,6 +447,11 @@ int Core::shutdown(uint64_t timeout_ns) {
   monitor_wake_.notify_all();
   monitor = std::move(monitor_);
   while (!quiet()) idle_.wait_for(lock, std::chrono::milliseconds(5));
+  // What is open still waits for a read into the caller's memory: its result says that this was lost.
+  for (auto &[id, job] : jobs_) {
+    job->stop_waiting();
+    publish_if_done(*job);
+  }
   if (monitor.joinable()) {
     lock.unlock();
     monitor.join();
@@ -455,39 +464,6 @@ int Core::shutdown(uint64_t timeout_ns) {
   idle_.notify_all();
   dead.swap(buried_);
   return static_cast<int>(workers_.size());
-}
-
-void Core::stats(kvx_stats *out) {
-  std::lock_guard<std::mutex> lock(mutex);
-  const Counters &c = counters;
-  *out = {c.chunks_stored,
-          c.chunks_loaded,
-          c.bytes_written,
-          c.bytes_read,
-          c.chunks_verified,
-          c.segments_verified,
-          c.truncated,
-          c.bad_trailer,
-          c.foreign,
-          c.bad_sum,
-          c.absent,
-          c.io_errors,
-          c.deadline_cuts,
-          c.lost_calls,
-          c.late_returns,
-          c.lost_writes,
-          c.read_ns,
-          c.write_ns,
-          staging_use.peak,
-          0,
-          busy_,
-          in_service_,
-          lost_,
-          0,
-          staging_use.bytes};
-  for (const auto &queue : queue_)
-    for (const auto &job : queue) out->queued_chunks += job->closed() ? 0 : job->untaken();
-  for (const Worker &worker : workers_) out->leaked_bytes += worker.lost ? worker.staging.size() : 0;
 }
 
 }  // namespace kvx

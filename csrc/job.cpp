@@ -45,12 +45,12 @@ int check(const kvx_job &job) {
 
 }  // namespace
 
-std::shared_ptr<Job> Job::make(const kvx_job &job, uint64_t read_piece_bytes, int *error) {
+std::shared_ptr<Job> Job::make(const kvx_job &job, const kvx_engine_config &config, int *error) {
   *error = check(job);
-  return *error ? nullptr : std::shared_ptr<Job>(new Job(job, read_piece_bytes));
+  return *error ? nullptr : std::shared_ptr<Job>(new Job(job, config));
 }
 
-Job::Job(const kvx_job &job, uint64_t read_piece_bytes)
+Job::Job(const kvx_job &job, const kvx_engine_config &config)
     : id(job.job_id),
       direction(job.direction),
       deadline_ns(job.direction == KVX_LOAD ? job.deadline_ns : 0),
@@ -59,6 +59,9 @@ Job::Job(const kvx_job &job, uint64_t read_piece_bytes)
   parts_.assign(job.parts, job.parts + job.num_parts);
   blocks_per_chunk_ = parts_[0]->layout.blocks_per_chunk;
   live_ = parts_[0]->live;
+  // With a deadline the memory must be the caller's again whether or not a read has returned.
+  straight_ = (config.straight >> direction & 1) && parts_.size() == 1 && parts_[0]->straight && !deadline_ns;
+  const uint64_t write_bytes = straight_ ? config.write_piece_bytes : UINT64_MAX;
   block_ids_.assign(job.block_ids, job.block_ids + uint64_t{job.num_chunks} * blocks_per_chunk_);
   std::memcpy(digest_.data(), job.namespace_digest, digest_.size());
   masks_.resize(job.num_chunks);
@@ -68,13 +71,13 @@ Job::Job(const kvx_job &job, uint64_t read_piece_bytes)
     for (uint32_t c = 0; c < job.num_chunks; ++c) {
       const uint8_t *writes = job.part_writes + uint64_t{c} * job.num_parts;
       const auto [at, fresh] = known.emplace(std::string(writes, writes + job.num_parts), plans_.size());
-      if (fresh) plans_.emplace_back(parts_, writes, UINT64_MAX, false);
+      if (fresh) plans_.emplace_back(parts_, writes, write_bytes, false);
       plan_of_.push_back(at->second);
     }
   } else if (direction == KVX_STORE) {
-    plans_.emplace_back(parts_, nullptr, UINT64_MAX, false);
+    plans_.emplace_back(parts_, nullptr, write_bytes, false);
   } else {
-    plans_.emplace_back(parts_, nullptr, read_piece_bytes, true);
+    plans_.emplace_back(parts_, nullptr, config.read_piece_bytes, true);
   }
   outcomes_.resize(job.num_chunks);
   for (Outcome &outcome : outcomes_) outcome.status = KVX_PENDING;
@@ -100,7 +103,7 @@ bool Job::enter(uint32_t c) {
 
 bool Job::begin_write(uint32_t c) {
   if (abandoned(c)) return false;
-  free_source(c);
+  if (!straight(c)) free_source(c);
   writing_[c] = 1;
   return true;
 }
@@ -136,7 +139,7 @@ void Job::drop_untaken(uint8_t status) {
 }
 
 bool Job::publishable() {
-  if (published || inside_ || (!closed_ && unsettled_)) return false;
+  if (published || (inside_ && waiting_) || (!closed_ && unsettled_)) return false;
   for (uint32_t c = 0; c < num_chunks(); ++c) {
     if (outcomes_[c].status == KVX_PENDING)
       outcomes_[c].status = writing_[c] ? uint8_t{KVX_LOST} : close_status_;

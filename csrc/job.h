@@ -28,7 +28,7 @@ struct Outcome {
 class Job : public std::enable_shared_from_this<Job> {
  public:
   // Copies everything. Throws std::bad_alloc; returns nullptr and *error where the job cannot be run.
-  static std::shared_ptr<Job> make(const kvx_job &job, uint64_t read_piece_bytes, int *error);
+  static std::shared_ptr<Job> make(const kvx_job &job, const kvx_engine_config &config, int *error);
   ~Job();
   Job(const Job &) = delete;
   Job &operator=(const Job &) = delete;
@@ -45,6 +45,8 @@ class Job : public std::enable_shared_from_this<Job> {
   const Plan &plan(uint32_t c) const { return plans_[plan_of_.empty() ? 0 : plan_of_[c]]; }
   const kvx_mapping &part(uint32_t p) const { return *parts_[p]; }
   bool live() const { return live_; }
+  // Chunk c is written from the caller's memory, or read into it, without staging.
+  bool straight(uint32_t c) const { return straight_ && block_ids(c)[0] >= 0; }
 
   // ---- guarded by the engine's mutex ----
   uint32_t next = 0;  // first chunk that no thread has taken
@@ -62,8 +64,8 @@ class Job : public std::enable_shared_from_this<Job> {
   // Inside the gate the caller's memory may be read or written for chunk c. False once it is abandoned.
   bool enter(uint32_t c);
   void leave() { --inside_; }
-  // From here on the chunk's source blocks may be reused, and its slot may be written until settle(). False
-  // once it is abandoned.
+  // From here on the chunk's slot may be written until settle(), and, unless the write is straight from them,
+  // its source blocks may be reused. False once it is abandoned.
   bool begin_write(uint32_t c);
   // Records what became of chunk c. Ignored where that is known already; true if it had been given up as lost
   // with a write under way, which has returned now: only now the slot is free again.
@@ -74,14 +76,16 @@ class Job : public std::enable_shared_from_this<Job> {
   void drop_untaken(uint8_t status);
   // Fixes and returns true (once) when nothing is left to wait for.
   bool publishable();
+  // Whoever is inside the gate is not waited for any more: for a shutdown, of calls that have not returned.
+  void stop_waiting() { waiting_ = false; }
   uint8_t status(uint32_t c) const { return outcomes_[c].status; }
   const Outcome &outcome(uint32_t c) const { return outcomes_[c]; }
   uint32_t untaken() const { return num_chunks() - next; }
-  // Store: no source block is needed any more.
+  // Store: no source block is needed any more, but by writes that were given up.
   bool sources_free() const { return published || sources_in_use_ == 0; }
 
  private:
-  Job(const kvx_job &job, uint64_t read_piece_bytes);
+  Job(const kvx_job &job, const kvx_engine_config &config);
 
   std::vector<kvx_mapping *> parts_;
   std::vector<kvx_chunk> chunks_;
@@ -94,6 +98,7 @@ class Job : public std::enable_shared_from_this<Job> {
 
   uint32_t blocks_per_chunk_ = 1;
   bool live_ = true;
+  bool straight_ = false;
 
   std::vector<Outcome> outcomes_;
   std::vector<uint8_t> writing_;  // a write of the chunk is under way
@@ -102,6 +107,7 @@ class Job : public std::enable_shared_from_this<Job> {
   uint32_t unsettled_ = 0;
   uint32_t inside_ = 0;
   bool closed_ = false;
+  bool waiting_ = true;
   uint8_t close_status_ = KVX_CUT;
 };
 

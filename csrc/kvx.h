@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define KVX_ABI_VERSION 2
+#define KVX_ABI_VERSION 3
 #define KVX_API __attribute__((visibility("default")))
 
 KVX_API uint32_t kvx_abi_version(void);
@@ -240,7 +240,10 @@ typedef struct kvx_engine_config {
   uint64_t io_timeout_ns;    /* a call running longer is given up as KVX_LOST; 0: never */
   uint64_t read_piece_bytes; /* reads are cut into pieces of about this size, on segment boundaries */
   uint32_t backend;          /* enum kvx_backend; -ENOSYS for one that isn't built in */
-  uint32_t reserved;
+  uint32_t straight;         /* 1 << direction: chunks of host rows go without staging where they can */
+  /* Writes without staging are cut likewise: a piece is summed, and written while a cache has it. UINT64_MAX:
+   * a chunk is summed, and written by one call. */
+  uint64_t write_piece_bytes;
 } kvx_engine_config;
 
 enum kvx_backend { KVX_BACKEND_POSIX = 0 };
@@ -313,15 +316,20 @@ KVX_API int kvx_engine_late(kvx_engine *engine, uint64_t *job_id, uint32_t *chun
 /* Blocks until a job of a direction in `mask` (1 << direction) can be polled, a late chunk can be taken (with
  * the store bit), kvx_engine_wake() was called, or timeout_ns passed. 1 if woken, 0 on timeout. */
 KVX_API int kvx_engine_wait(kvx_engine *engine, uint32_t mask, uint64_t timeout_ns);
-KVX_API void kvx_engine_wake(kvx_engine *engine);
-/* Blocks until every chunk of a store job has been gathered (its source blocks may be reused), whatever its
- * outcome. 1; 0 on timeout; -ENOENT where the job isn't known. */
+/* Ends the wait for a direction in `mask` that is under way, or else the next one. Waits for no call. */
+KVX_API void kvx_engine_wake(kvx_engine *engine, uint32_t mask);
+/* Blocks until the source blocks of a store job may be reused, whatever its outcome: every chunk has been
+ * gathered, or, without staging, its write has returned. (A write that was given up may go on reading them:
+ * its slot is never believed.) 1; 0 on timeout; -ENOENT where the job isn't known. */
 KVX_API int kvx_engine_wait_gathered(kvx_engine *engine, uint64_t job_id, uint64_t timeout_ns);
 /* Closes the job's gate now: chunks not yet done become KVX_CANCELLED (KVX_LOST under a write that has not
- * returned); the result follows at once, or when a copy under way is done. */
+ * returned); the result follows at once, or when a copy under way is done, or a read straight into the
+ * caller's memory has returned. */
 KVX_API int kvx_engine_cancel(kvx_engine *engine, uint64_t job_id);
 /* Cancels what is queued, gives calls under way until timeout_ns, then gives those up. Results can still be
- * polled. May be called by several threads, and again. Returns the number of threads left behind (>= 0). */
+ * polled. May be called by several threads, and again. Returns the number of threads left behind (>= 0). A
+ * load whose read without staging has not returned then ends with KVX_LOST: its memory must stay where it is.
+ */
 KVX_API int kvx_engine_shutdown(kvx_engine *engine, uint64_t timeout_ns);
 KVX_API void kvx_engine_free(kvx_engine *engine); /* after shutdown */
 

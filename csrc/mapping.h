@@ -51,6 +51,9 @@ struct kvx_mapping {
   std::vector<kvx::PlanRun> runs;
   std::vector<kvx::PlanPiece> pieces;
   std::atomic<uint64_t> references{1};
+  // Every segment is adjacent, aligned bytes of one block of host memory, without padding: what a transfer
+  // can use as it is.
+  bool straight = false;
 };
 
 namespace kvx {
@@ -60,6 +63,15 @@ using Mapping = kvx_mapping;
 // For jobs that outlive the caller's reference. kvx_mapping_release() is mapping_unref().
 inline void mapping_ref(Mapping *mapping) { mapping->references.fetch_add(1, std::memory_order_relaxed); }
 void mapping_unref(Mapping *mapping);
+
+// Memory of any larger alignment is good for direct I/O.
+inline constexpr uint64_t kMemoryAlignment = 4096;
+
+// Where the bytes of an owned segment of a straight mapping are; `block` is a block's id.
+inline uint8_t *straight_bytes(const Mapping &mapping, uint32_t ordinal, int64_t block) {
+  const PlanRun &run = mapping.runs[mapping.pieces[mapping.segments[ordinal].first_piece].run];
+  return reinterpret_cast<uint8_t *>(run.base + static_cast<uint64_t>(block) * run.block_stride);
+}
 
 // 0 if each of the n ids is -1 or a block that every tensor of the mapping has, else -EINVAL. The copies
 // below check nothing: ask here first.

@@ -1,5 +1,8 @@
-// The two trips of a chunk: pages -> staging -> slot, and slot -> staging -> verified -> pages.
+// The two trips of a chunk: pages -> staging -> slot, and slot -> staging -> verified -> pages. Host rows
+// that a transfer can use as they are (Job::straight) go without staging: row -> slot, and slot -> row ->
+// verified.
 #include <cerrno>
+#include <optional>
 
 #include "checksum.h"
 #include "engine.h"
@@ -52,21 +55,86 @@ Identity identity_of(const Job &job, uint32_t chunk) {
 
 constexpr Outcome kGone{KVX_CUT};  // nobody waits for this chunk any more; settle() drops it
 
-// One chunk's way in: what was found and what the trailers promised.
-class Load {
+// Where the bytes of a chunk's segments and trailers are while they travel.
+class Travel {
  public:
-  Load(Core &core, Worker &worker, Job &job, uint32_t chunk)
-      : core_(core), worker_(worker), job_(job), chunk_(chunk), plan_(job.plan(chunk)) {
+  Travel(Core &core, Worker &worker, Job &job, uint32_t chunk)
+      : core_(core),
+        worker_(worker),
+        job_(job),
+        chunk_(chunk),
+        plan_(job.plan(chunk)),
+        straight_(job.straight(chunk)) {}
+
+ protected:
+  // False where there is no memory. Without staging there is still a place for the trailers.
+  bool prepare() {
+    const uint64_t from = straight_ ? plan_.items()[plan_.num_segments()].staging_offset : 0;
+    staging_ = worker_.staging.need(plan_.staging_bytes() - from);
+    shift_ = from;
+    return staging_ != nullptr;
+  }
+
+  uint8_t *at(const Item &item) const {
+    if (straight_ && !item.trailer)
+      return straight_bytes(job_.part(0), ordinal(item), job_.block_ids(chunk_)[0]);
+    return staging_ + (item.staging_offset - shift_);
+  }
+
+  // The memory of a piece: one place in staging; without, the row's, and the trailers'.
+  const std::vector<Span> &spans(const Piece &piece) {
+    spans_.clear();
+    for (uint32_t i = piece.first_item; i < piece.first_item + piece.num_items; ++i) {
+      const Item &item = plan_.items()[i];
+      uint8_t *const data = at(item);
+      if (!spans_.empty() && spans_.back().data + spans_.back().bytes == data)
+        spans_.back().bytes += item.bytes;
+      else
+        spans_.push_back({data, item.bytes});
+    }
+    return spans_;
+  }
+
+  // Sums a piece's segments where they lie.
+  void sum(const Piece &piece, std::vector<uint64_t> &sums) const {
+    for (uint32_t i = piece.first_item; i < piece.first_item + piece.num_items && i < plan_.num_segments();
+         ++i) {
+      const Item &item = plan_.items()[i];
+      sums[i] = checksum(at(item), plan_.segment_length(item.index), 0);
+    }
+  }
+
+  uint64_t file_offset(uint64_t slot_offset) const { return job_.chunk(chunk_).slot_offset + slot_offset; }
+
+  Core &core_;
+  Worker &worker_;
+  Job &job_;
+  const uint32_t chunk_;
+  const Plan &plan_;
+  const bool straight_;
+  uint8_t *staging_ = nullptr;
+  uint64_t shift_ = 0;  // staging offset of the first byte in staging_
+
+ private:
+  // Straight jobs have one part, whose segments are all of the plan's.
+  uint32_t ordinal(const Item &item) const { return static_cast<uint32_t>(&item - plan_.items().data()); }
+
+  std::vector<Span> spans_;
+};
+
+// One chunk's way in: what was found and what the trailers promised.
+class Load : Travel {
+ public:
+  Load(Core &core, Worker &worker, Job &job, uint32_t chunk) : Travel(core, worker, job, chunk) {
     found_.resize(plan_.num_segments());
     promised_.resize(plan_.num_segments());
   }
 
   Outcome run() {
-    staging_ = worker_.staging.need(plan_.staging_bytes());
-    if (!staging_) return {KVX_IO, ENOMEM};
+    if (!prepare()) return {KVX_IO, ENOMEM};
     for (const Piece &piece : plan_.pieces()) {
       // Rows are filled piece by piece, so each piece may use the same cache-hot bytes.
-      shift_ = job_.live() ? 0 : piece.staging_offset;
+      if (!straight_ && !job_.live()) shift_ = piece.staging_offset;
       const Outcome outcome = take_piece(piece);
       if (outcome.status != KVX_OK) return outcome;
     }
@@ -83,22 +151,26 @@ class Load {
   }
 
  private:
-  uint8_t *at(uint64_t staging_offset) const { return staging_ + (staging_offset - shift_); }
-
   Outcome take_piece(const Piece &piece) {
-    const uint64_t offset = job_.chunk(chunk_).slot_offset + piece.slot_offset;
+    const uint64_t offset = file_offset(piece.slot_offset);
     uint64_t moved = 0;
     int64_t answer;
+    // A read into the caller's memory is made inside the gate: whatever becomes of it, the result comes after
+    // it.
+    std::optional<Inside> filling;
+    if (straight_ && !filling.emplace(core_, job_, chunk_)) return kGone;
     {
+      const std::vector<Span> &to = spans(piece);
       InCall call(worker_, core_.counters.read_ns);
-      answer = core_.backend().read(job_.file(chunk_), at(piece.staging_offset), piece.bytes, offset, &moved);
+      answer = core_.backend().read(job_.file(chunk_), to.data(), static_cast<uint32_t>(to.size()), offset,
+                                    &moved);
     }
     core_.counters.bytes_read += moved;
     if (core_.abandoned(job_, chunk_)) return kGone;
     if (answer < 0) return {KVX_IO, static_cast<int>(-answer), UINT32_MAX, offset, piece.bytes, moved};
     if (moved < piece.bytes) return {KVX_TRUNCATED, 0, UINT32_MAX, offset, piece.bytes, moved};
-    if (job_.live()) {
-      sum(piece);
+    if (straight_ || job_.live()) {
+      sum(piece, found_);
     } else if (!piece.shares.empty()) {
       Inside inside(core_, job_, chunk_);
       if (!inside) return kGone;
@@ -107,30 +179,21 @@ class Load {
     for (uint32_t i = 0; i < piece.num_items; ++i) {
       const Item &item = plan_.items()[piece.first_item + i];
       if (!item.trailer) continue;
-      const uint8_t status = read_trailer(item, at(item.staging_offset));
+      const uint8_t status = read_trailer(item, at(item));
       if (status != KVX_OK)
         return {status,
                 0,
                 item.index * plan_.layout().segments_per_trailer,
-                job_.chunk(chunk_).slot_offset + item.slot_offset,
+                file_offset(item.slot_offset),
                 item.bytes,
                 item.bytes};
     }
     return {};
   }
 
-  void sum(const Piece &piece) {
-    for (uint32_t i = piece.first_item; i < piece.first_item + piece.num_items && i < plan_.num_segments();
-         ++i) {
-      const Item &item = plan_.items()[i];
-      found_[i] = checksum(at(item.staging_offset), plan_.segment_length(item.index), 0);
-    }
-  }
-
   void scatter(const Share &share, uint64_t *sums) {
     addresses_.resize(share.count);
-    for (uint32_t i = 0; i < share.count; ++i)
-      addresses_[i] = at(plan_.items()[share.first_item + i].staging_offset);
+    for (uint32_t i = 0; i < share.count; ++i) addresses_[i] = at(plan_.items()[share.first_item + i]);
     scatter_segments(job_.part(share.part), share.first_ordinal, share.count, job_.block_ids(chunk_),
                      addresses_.data(), sums, true);
   }
@@ -156,37 +219,96 @@ class Load {
     for (uint32_t i = 0; i < plan_.num_segments(); ++i) {
       if (found_[i] == promised_[i]) continue;
       const Item &item = plan_.items()[i];
-      return {KVX_BAD_SUM, 0,         item.index, job_.chunk(chunk_).slot_offset + item.slot_offset,
-              item.bytes,  item.bytes};
+      return {KVX_BAD_SUM, 0, item.index, file_offset(item.slot_offset), item.bytes, item.bytes};
     }
     return {};
   }
 
-  Core &core_;
-  Worker &worker_;
-  Job &job_;
-  const uint32_t chunk_;
-  const Plan &plan_;
-  uint8_t *staging_ = nullptr;
-  uint64_t shift_ = 0;  // staging offset of the first byte in staging_
   std::vector<uint64_t> found_, promised_;
   std::vector<uint8_t *> addresses_;
 };
 
-void seal(const Job &job, uint32_t chunk, const Plan &plan, const std::vector<uint64_t> &sums,
-          uint8_t *staging) {
-  const kvx_slot_layout &layout = plan.layout();
-  uint32_t first = 0;
-  for (uint32_t i = plan.num_segments(); i < plan.items().size(); ++i) {
-    const Item &item = plan.items()[i];
-    kvx_trailer fields;
-    trailer_fill(layout, item.index, identity_of(job, chunk), job.mask(chunk).data(), &fields);
-    // A single writer owns all segments and several writers have a page each, so a page's sums are
-    // consecutive here.
-    kvx_trailer_seal(&fields, &sums[first], staging + item.staging_offset, layout.alignment);
-    first += fields.segment_count;
+// One chunk's way out.
+class Store : Travel {
+ public:
+  Store(Core &core, Worker &worker, Job &job, uint32_t chunk)
+      : Travel(core, worker, job, chunk), sums_(plan_.num_segments()) {}
+
+  Outcome run() {
+    if (!prepare()) return {KVX_IO, ENOMEM};
+    if (!straight_) {
+      if (!gather() || !core_.begin_write(job_, chunk_)) return kGone;
+      seal();
+    }
+    bool begun = !straight_;
+    for (const Piece &piece : plan_.pieces()) {
+      if (straight_ && !take_sums(piece)) return kGone;
+      if (!begun && !core_.begin_write(job_, chunk_)) return kGone;
+      begun = true;
+      const Outcome outcome = write(piece);
+      if (outcome.status != KVX_OK) return outcome;
+    }
+    return {};
   }
-}
+
+ private:
+  bool gather() {
+    Inside inside(core_, job_, chunk_);
+    if (!inside) return false;
+    std::vector<uint8_t *> to;
+    for (const Share &share : plan_.shares()) {
+      to.resize(share.count);
+      for (uint32_t i = 0; i < share.count; ++i) to[i] = at(plan_.items()[share.first_item + i]);
+      gather_segments(job_.part(share.part), share.first_ordinal, share.count, job_.block_ids(chunk_),
+                      to.data(), &sums_[share.first_item], false);
+    }
+    return true;
+  }
+
+  // Trailers come after all segments, so that their sums are known.
+  bool take_sums(const Piece &piece) {
+    Inside inside(core_, job_, chunk_);
+    if (!inside) return false;
+    sum(piece, sums_);
+    if (piece.first_item + piece.num_items > plan_.num_segments() && !sealed_) seal();
+    return true;
+  }
+
+  void seal() {
+    sealed_ = true;
+    const kvx_slot_layout &layout = plan_.layout();
+    uint32_t first = 0;
+    for (uint32_t i = plan_.num_segments(); i < plan_.items().size(); ++i) {
+      const Item &item = plan_.items()[i];
+      kvx_trailer fields;
+      trailer_fill(layout, item.index, identity_of(job_, chunk_), job_.mask(chunk_).data(), &fields);
+      // A single writer owns all segments and several writers have a page each, so a page's sums are
+      // consecutive here.
+      kvx_trailer_seal(&fields, &sums_[first], at(item), layout.alignment);
+      first += fields.segment_count;
+    }
+  }
+
+  Outcome write(const Piece &piece) {
+    const uint64_t offset = file_offset(piece.slot_offset);
+    const std::vector<Span> &from = spans(piece);
+    uint64_t moved = 0;
+    int64_t answer;
+    {
+      InCall call(worker_, core_.counters.write_ns);
+      answer = core_.backend().write(job_.file(chunk_), from.data(), static_cast<uint32_t>(from.size()),
+                                     offset, &moved);
+    }
+    core_.counters.bytes_written += moved;
+    if (core_.abandoned(job_, chunk_)) return kGone;
+    if (answer < 0 || moved < piece.bytes)
+      return {KVX_IO, answer < 0 ? static_cast<int>(-answer) : EIO, UINT32_MAX, offset, piece.bytes, moved};
+    return {};
+  }
+
+  std::vector<uint64_t> sums_;
+  bool sealed_ = false;
+};
 
 }  // namespace
 
@@ -195,40 +317,8 @@ Outcome run_load(Core &core, Worker &worker, Job &job, uint32_t chunk) {
 }
 
 Outcome run_store(Core &core, Worker &worker, Job &job, uint32_t chunk) {
-  const Plan &plan = job.plan(chunk);
-  if (!plan.num_segments()) return {};  // another rank was elected
-  uint8_t *staging = worker.staging.need(plan.staging_bytes());
-  if (!staging) return {KVX_IO, ENOMEM};
-  std::vector<uint64_t> sums(plan.num_segments());
-  {
-    Inside inside(core, job, chunk);
-    if (!inside) return kGone;
-    std::vector<uint8_t *> to;
-    for (const Share &share : plan.shares()) {
-      to.resize(share.count);
-      for (uint32_t i = 0; i < share.count; ++i)
-        to[i] = staging + plan.items()[share.first_item + i].staging_offset;
-      gather_segments(job.part(share.part), share.first_ordinal, share.count, job.block_ids(chunk), to.data(),
-                      &sums[share.first_item], false);
-    }
-  }
-  if (!core.begin_write(job, chunk)) return kGone;
-  seal(job, chunk, plan, sums, staging);
-  for (const Piece &extent : plan.pieces()) {
-    const uint64_t offset = job.chunk(chunk).slot_offset + extent.slot_offset;
-    uint64_t moved = 0;
-    int64_t answer;
-    {
-      InCall call(worker, core.counters.write_ns);
-      answer = core.backend().write(job.file(chunk), staging + extent.staging_offset, extent.bytes, offset,
-                                    &moved);
-    }
-    core.counters.bytes_written += moved;
-    if (core.abandoned(job, chunk)) return kGone;
-    if (answer < 0 || moved < extent.bytes)
-      return {KVX_IO, answer < 0 ? static_cast<int>(-answer) : EIO, UINT32_MAX, offset, extent.bytes, moved};
-  }
-  return {};
+  if (!job.plan(chunk).num_segments()) return {};  // another rank was elected
+  return Store(core, worker, job, chunk).run();
 }
 
 }  // namespace kvx

@@ -14,7 +14,7 @@ from typing import Any
 from kvxfer.errors import NativeError
 from kvxfer.slot import SlotLayout
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 UINT64_MAX = 2**64 - 1
 
 OPS = (
@@ -87,7 +87,8 @@ class EngineConfigStruct(C.Structure):
 
     _fields_ = [
         ("threads", C.c_uint32), ("max_lost_threads", C.c_uint32), ("io_timeout_ns", C.c_uint64),
-        ("read_piece_bytes", C.c_uint64), ("backend", C.c_uint32), ("reserved", C.c_uint32),
+        ("read_piece_bytes", C.c_uint64), ("backend", C.c_uint32), ("straight", C.c_uint32),
+        ("write_piece_bytes", C.c_uint64),
     ]  # fmt: skip
 
 
@@ -196,13 +197,16 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvx_engine_forget": (None, (_P, _U64)),
     "kvx_engine_late": (_INT, (_P, _P, _P)),
     "kvx_engine_wait": (_INT, (_P, _U32, _U64)),
-    "kvx_engine_wake": (None, (_P,)),
+    "kvx_engine_wake": (None, (_P, _U32)),
     "kvx_engine_wait_gathered": (_INT, (_P, _U64, _U64)),
     "kvx_engine_cancel": (_INT, (_P, _U64)),
     "kvx_engine_shutdown": (_INT, (_P, _U64)),
     "kvx_engine_free": (None, (_P,)),
     "kvx_engine_stats": (None, (_P, _P)),
 }
+
+
+_QUICK = ("kvx_engine_wake",)
 
 
 def library_path() -> Path:
@@ -227,6 +231,20 @@ def lib() -> Any:
         raise NativeError(f"cannot load {path.name}: {exc}; reinstall kvxfer (in a checkout: make install)") from exc
     if (found := dll.kvx_abi_version()) != ABI_VERSION:
         raise NativeError(f"{path.name} has ABI version {found}, this kvxfer needs {ABI_VERSION}; reinstall kvxfer")
+    return dll
+
+
+@cache
+def quick() -> Any:
+    """The same library, for calls that are over at once: the GIL is kept, so that no other thread takes it meanwhile.
+
+    Only for calls that wait for no system call and no thread that needs the GIL.
+    """
+    lib()  # says what is wrong
+    dll = C.PyDLL(str(library_path()))
+    for name in _QUICK:
+        function = getattr(dll, name)
+        function.restype, function.argtypes = _SIGNATURES[name]
     return dll
 
 

@@ -14,7 +14,9 @@ from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
 
 IO_BACKENDS = ("auto", "posix")
 DIRECT_MODES = ("auto", "on", "off")
+ROW_MODES = ("auto", "straight", "staged")
 
+CACHED_BYTES = 256 << 10  # what a core's cache keeps between two passes
 STAGING_UNIT = 2 << 20  # bytes: staging is made in huge pages (kHuge in csrc/io_engine.cpp)
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 # What a store may own beside slabs and index: its small files, and those of its namespaces.
@@ -199,7 +201,11 @@ class EngineConfig:
     max_lost_threads: int = 8  # given-up threads that are replaced; past that the tier is off
     max_queued_store_chunks: int = 4096  # further stores are dropped and counted
     max_queued_load_chunks: int = 65536  # further loads are misses
-    read_piece_bytes: int = 1 << 20  # a read; large enough for a drive, small enough for a cache while it is summed
+    # A read; large enough for a drive, small enough for a cache while it is summed. At most CACHED_BYTES in memory.
+    read_piece_bytes: int = 1 << 20
+    # Host rows: straight (the drive reads and writes their own memory, where alignment and no deadline allow it) |
+    # staged (by way of a buffer) | auto (stores straight, loads staged: docs/adr/0005 says why).
+    rows: str = "auto"
     shutdown_timeout_s: float = 5.0
     staging_bytes: int = 1 << 30  # most that its threads' buffers may take, those of given-up threads included
     breaker_failures: int = 8  # storage calls in a row that fail until loads (or stores) are turned off; 0: never
@@ -212,6 +218,7 @@ class EngineConfig:
         _check_integers(self, 0, "max_lost_threads", "breaker_failures")
         _check_integers(self, 1, "breaker_probe_chunks")
         _check_integers(self, ALIGNMENT, "read_piece_bytes", "staging_bytes")
+        _check_choice(self, "rows", ROW_MODES)
         if self.io_threads > 1024:
             raise ConfigError(f"io_threads={self.io_threads} must be 1..1024")
         _check_seconds(self, 0.001, "io_timeout_s", "breaker_cooldown_s", "breaker_max_cooldown_s")

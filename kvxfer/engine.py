@@ -1,9 +1,9 @@
 """TransferEngine: stores and loads chunks between this process's pages and a store.
 
-Loads are looked up, pinned and submitted by the caller's thread, and settled by a thread of their own, which touches
-memory only. Stores are only queued by the caller: another thread drops what is present, reserves slots, submits,
-commits and publishes. So no caller ever waits for the disk or the index, and no load for a store. Every accepted job
-ends in exactly one TransferResult.
+The caller's thread looks up and queues, no more. A thread for loads pins, submits, settles and publishes them; it
+touches memory only (reader.py). Another drops what is present of stores, reserves slots, submits, commits and publishes
+(writer.py). So no caller ever waits for the disk or the index, and no load for a store. Every accepted job ends in
+exactly one TransferResult.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvxfer.breaker import Permit
-from kvxfer.config import EngineConfig, staging_buffer, staging_plan
+from kvxfer.config import CACHED_BYTES, EngineConfig, staging_buffer, staging_plan
 from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages, slot_of
 from kvxfer.errors import EngineClosed, IOFault, LayoutError, StoreError
 from kvxfer.intake import Intake
-from kvxfer.jobs import LOAD, STORE, JobOutcome, JobRunner, Status, check_process
+from kvxfer.io.modes import in_memory
+from kvxfer.jobs import LOAD, STORE, JobRunner, Status, check_process
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
+from kvxfer.reader import LoadReader
 from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob, TransferResult, block_table, deadline_ns, refuse_repeated
-from kvxfer.store import Entry, Store
+from kvxfer.store import Store
 from kvxfer.writer import StoreWriter
 
 __all__ = ["TransferEngine", "TransferResult"]
 
+_STRAIGHT = {"auto": (STORE,), "straight": (STORE, LOAD), "staged": ()}  # EngineConfig.rows
+TOUCHES = 1 << 12  # calls that wait
 WATCH_S = 0.1  # how long a thread sleeps at most when nothing wakes it
+# Pages of engines that left threads behind in calls: their memory must stay.
+_KEPT: list[tuple[KVPages, ...]] = []
 
 
 class TransferEngine:
@@ -97,10 +102,12 @@ class TransferEngine:
             threads=io_threads,
             io_timeout_s=self.config.io_timeout_s,
             max_lost_threads=self._staging_limit // staging_buffer(slot) - io_threads,
-            read_piece_bytes=self.config.read_piece_bytes,
+            straight=_STRAIGHT[self.config.rows],
+            **_pieces(self.config, in_memory(store.config.root)),
         )
         self._native_ids = itertools.count(1)
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
+        self._reader = LoadReader(store, self._runner, self._handles, self._native_ids, self._intake, self._publish)
         self._writer = StoreWriter(
             store, self.digest, slot, self._runner, self._handles, self._native_ids, self._intake, self._publish
         )
@@ -110,15 +117,15 @@ class TransferEngine:
         self._published = threading.Condition(self._lock)
         self._open: dict[int, PendingJob] = {}  # accepted, no result yet
         self._results: dict[int, TransferResult] = {}  # not taken yet, oldest first
-        # By native id: the keys of its chunks, and what is pinned.
-        self._loads: dict[int, tuple[PendingJob, list[int], list[Entry], Permit]] = {}
-        self._queue: deque[PendingJob] = deque()  # stores that their thread has not seen
+        self._arrivals: deque[tuple[PendingJob, int]] = deque()  # loads that their thread has not seen, and deadlines
+        self._queue: deque[PendingJob] = deque()  # stores that theirs has not seen
+        self._touched: deque[tuple[bytes, tuple[bytes, ...]]] = deque(maxlen=TOUCHES)  # the same; needs no lock
         self._queued_chunks = {STORE: 0, LOAD: 0}
         self._dropped_chunks = {STORE: 0, LOAD: 0}
         self._closing = False
         self._stopped = threading.Event()
         self._threads = [
-            threading.Thread(target=self._settle_loads, name="kvxfer-loads", daemon=True),
+            threading.Thread(target=self._serve_loads, name="kvxfer-loads", daemon=True),
             threading.Thread(target=self._serve_stores, name="kvxfer-stores", daemon=True),
         ]
         for thread in self._threads:
@@ -133,23 +140,23 @@ class TransferEngine:
         """
         room = self._intake.room(len(keys))
         claimed = min(room, self._store.lookup_prefix(self.digest, keys)) if room else 0
-        with self._lock:
-            self._observer.looked_up(len(keys), claimed)
+        self._observer.looked_up(len(keys), claimed)
+        return claimed
+
+    def holds(self, key: bytes) -> bool:
+        """`lookup` of one key."""
+        claimed = self._intake.room(1) > 0 and self._store.contains(self.digest, key)
+        self._observer.looked_up(1, claimed)
         return claimed
 
     def contains(self, key: bytes) -> bool:
         """Whether the store has a key, whatever the switch and the breakers say. Not counted as a lookup."""
         return self._store.contains(self.digest, key)
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Counts as a use of those that are stored, without loading them."""
-        self._store.touch(self.digest, keys)
-
     @property
     def takes_stores(self) -> bool:
         """Whether a store would be queued now: it is turned on, its breaker not open, the queue not full."""
-        full = self._queued_chunks[STORE] >= self.config.max_queued_store_chunks
-        return not full and self._intake.refusal(STORE) is None
+        return self._queued_chunks[STORE] < self.config.max_queued_store_chunks and self._intake.refusal(STORE) is None
 
     def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike) -> None:
         """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
@@ -169,11 +176,13 @@ class TransferEngine:
             raise LayoutError(
                 "the ranks of this engine do not hold every segment of a slot, so that it cannot complete a chunk"
             )
-        job = self._accept(job_id, keys, block_ids, STORE)
-        if job is not None:
-            with self._lock:
-                self._queue.append(job)
-            self._runner.wake()
+        if self._accept(job_id, keys, block_ids, STORE):
+            self._runner.wake(STORE)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Counts as a use of those that are stored, before the next store is planned. Of a flood the latest count."""
+        check_process(self._pid, "engine")
+        self._touched.append((self.digest, tuple(keys)))
 
     def submit_load(
         self,
@@ -198,29 +207,14 @@ class TransferEngine:
             EngineClosed, ForkError
         """
         closes_ns = deadline_ns(deadline, recompute_tokens_per_s, len(keys) * self._tokens_per_chunk)
-        job = self._accept(job_id, keys, block_ids, LOAD)
-        if job is None:
-            return
-        entries: list[Entry | None] = []
-        try:
-            digest = self.digest  # may change meanwhile
-            entries = self._store.pin(digest, job.keys)
-            self._start_load(job, digest, entries, closes_ns)
-        except (
-            Exception
-        ) as exc:  # a store that was closed, a runner that was shut down, no memory: the job was accepted
-            engine_reporter.warn("load", f"load {job_id} could not be started: {exc}", job=job_id)
-            with self._lock:
-                begun = [self._loads.pop(native, None) for native in job.native_ids]
-            for _, _, _, permit in filter(None, begun):
-                self._intake.settle(LOAD, permit, None)
-            self._store.unpin(entries)
-            job.fail_rest(Status.CANCELLED)
-            self._publish(job)
+        if self._accept(job_id, keys, block_ids, LOAD, closes_ns):
+            self._runner.wake(LOAD)
 
     def poll(self) -> list[TransferResult]:
         """Results published since the last call, each once. Never blocks."""
         check_process(self._pid, "engine")
+        if not self._results:  # without the lock: servers ask with every step, and mostly in vain
+            return []
         with self._lock:
             results, self._results = self._results, {}
         return list(results.values())
@@ -261,8 +255,11 @@ class TransferEngine:
         check_process(self._pid, "engine")
         with self._lock:
             job = self._open.get(job_id)
-            queued = job in self._queue
-            if job is not None and queued:
+            waiting = [each for each in self._arrivals if each[0] is job]
+            queued = job in self._queue or bool(waiting)
+            if waiting:
+                self._arrivals.remove(waiting[0])
+            elif job is not None and queued:
                 self._queue.remove(job)
         if job is None:
             return
@@ -270,12 +267,16 @@ class TransferEngine:
             job.fail_rest(Status.CANCELLED)
             self._publish(job)
             return
-        job.cancelled.set()  # for what is being planned: a batch is on the list before that is looked at last
+        job.cancelled = True  # for what is being planned: a batch is on the list before that is looked at last
         for native in list(job.native_ids):
             self._runner.cancel(native)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until every accepted job has a result. False if `timeout` seconds did not suffice."""
+        """Wait until every accepted job has a result. False if `timeout` seconds did not suffice.
+
+        A load that was cancelled has its result once nothing can write its pages any more: with rows="straight" and a
+        read that does not return, that is when it returns, or at the engine's shutdown.
+        """
         check_process(self._pid, "engine")
         with self._lock:
             return self._published.wait_for(lambda: not self._open, timeout)
@@ -297,7 +298,8 @@ class TransferEngine:
             self._stopped.wait(2 * max(0.0, timeout) + WATCH_S)
             return 0
         left = self._runner.shutdown(timeout)
-        self._runner.wake()
+        for direction in (STORE, LOAD):
+            self._runner.wake(direction)
         if not self.drain(max(0.0, timeout) + WATCH_S):  # the thread is in a call of its own, such as making a slab
             left += 1
             with self._lock:
@@ -306,6 +308,7 @@ class TransferEngine:
                 job.fail_rest(Status.LOST)
                 self._publish(job)
         if left:
+            _KEPT.append(self._pages)  # a read straight into them may still be under way
             engine_reporter.warn(
                 "shutdown", f"shutdown left {left} threads in calls that have not returned", count=left
             )
@@ -381,15 +384,17 @@ class TransferEngine:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _accept(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int) -> PendingJob | None:
-        """Check a job and take it on. None where nothing of it may pass: it has ended already."""
+    def _accept(
+        self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int, closes_ns: int = 0
+    ) -> bool:
+        """Check a job and queue it for its thread. False where nothing of it may pass: it has ended already."""
         check_process(self._pid, "engine")
         ids = self.block_table(len(keys), block_ids)
         if direction == LOAD:
             refuse_repeated(ids)
             if not all(pages.writable for pages in self._pages):
                 raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
-        elif len(keys) and (empty := (ids < 0).all(axis=1)).any():
+        elif ids.size and ids.min() < 0 and (empty := (ids < 0).all(axis=1)).any():
             raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
         job = PendingJob(job_id, direction, tuple(map(check_key, keys)), ids)
         limit = self.config.max_queued_load_chunks if direction == LOAD else self.config.max_queued_store_chunks
@@ -402,34 +407,16 @@ class TransferEngine:
             dropped = self._queued_chunks[direction] + len(keys) > limit
             self._queued_chunks[direction] += len(keys)
             self._dropped_chunks[direction] += len(keys) if dropped else 0
-        refused = Status.DROPPED if dropped else self._intake.refusal(direction)
-        if refused or not keys:
-            job.fail_rest(refused or Status.DROPPED)
-            self._publish(job)
-            return None
-        return job
-
-    def _start_load(self, job: PendingJob, digest: bytes, entries: list[Entry | None], closes_ns: int) -> None:
-        """Hand what is there of a load to the runner; `entries` are pinned, one a key."""
-        found = [entry for entry in entries if entry is not None]
-        index = [i for i, entry in enumerate(entries) if entry is not None]
-        for _ in range(len(entries) - len(found)):
-            job.miss()
-        permit = self._intake.admit(LOAD, len(found))
-        for i in index[permit.chunks :]:
-            job.fail(i, Status.BREAKER)
-        if not permit.chunks:
-            self._store.unpin(found)
-            self._publish(job)
-            return
-        index = index[: permit.chunks]
-        native = next(self._native_ids)
-        job.native_ids.append(native)
-        with self._lock:
-            self._loads[native] = (job, index, found, permit)
-        records = b"".join([entry.record for entry in found[: permit.chunks]])
-        ids = job.block_ids if len(index) == len(entries) else job.block_ids[index]
-        self._runner.submit(native, LOAD, self._handles, records, ids, digest, deadline_ns=closes_ns)
+            refused = Status.DROPPED if dropped else self._intake.refusal(direction)
+            if keys and not refused:
+                if direction == LOAD:
+                    self._arrivals.append((job, closes_ns))
+                else:
+                    self._queue.append(job)
+                return True
+        job.fail_rest(refused or Status.DROPPED)
+        self._publish(job)
+        return False
 
     def _publish(self, job: PendingJob) -> None:
         result = job.result()
@@ -439,14 +426,14 @@ class TransferEngine:
                 return  # a shutdown did not wait for it
             self._queued_chunks[job.direction] -= len(job.keys)
             del self._open[job.job_id]
+            self._observer.settle(job, result)
             self._results[job.job_id] = result
             self._published.notify_all()
-            self._observer.settle(job, result)
         if result.errors:
             report_errors(job, result.errors, self._root)
 
-    def _settle_loads(self) -> None:
-        """The loads' thread: unpins and publishes what the runner has finished. Memory only."""
+    def _serve_loads(self) -> None:
+        """The loads' thread: starts what has arrived, settles what the runner has finished. Memory only."""
         watched = 0.0
         while True:
             self._runner.wait((LOAD,), WATCH_S)
@@ -455,27 +442,18 @@ class TransferEngine:
                     watched = now
                     self._intake.watch()
                     engine_reporter.flush()
-                while (outcome := self._runner.poll(LOAD)) is not None:
-                    self._settle_load(outcome)
+                self._reader.settle()
             except Exception as exc:  # a defect: whatever it is, the thread must go on, or no load would ever end again
                 engine_reporter.warn("load defect", "a load could not be settled", exc_info=exc)
+            while (arrived := self._next_arrival()) is not None:
+                self._reader.start(arrived[0], self.digest, arrived[1])
             with self._lock:
-                if self._closing and not self._loads:
+                if self._closing and not self._arrivals and not self._reader.is_busy:
                     return
 
-    def _settle_load(self, outcome: JobOutcome) -> None:
+    def _next_arrival(self) -> tuple[PendingJob, int] | None:
         with self._lock:
-            job, index, entries, permit = self._loads.pop(outcome.job_id)
-        try:
-            self._intake.settle(LOAD, permit, outcome)
-            for error in outcome.errors:
-                if error.status.is_damage:
-                    self._store.invalidate(entries[error.chunk], error.status.name.lower())
-            job.take(outcome, index, [entry.slab.name for entry in entries] if outcome.errors else ())
-        finally:
-            self._store.unpin(entries)
-            job.fail_rest(Status.CANCELLED)
-            self._publish(job)
+            return self._arrivals.popleft() if self._arrivals else None
 
     def _renew(self) -> None:
         """Goes on in the namespace of a weight epoch that was raised, by whatever process."""
@@ -498,6 +476,8 @@ class TransferEngine:
             try:
                 self._writer.settle()
                 self._renew()
+                while self._touched:
+                    self._store.touch(*self._touched.popleft())
             except (
                 Exception
             ) as exc:  # a defect: whatever it is, the thread must go on, or no store would ever end again
@@ -511,3 +491,10 @@ class TransferEngine:
             with self._lock:
                 if closing and not self._queue and not self._open and not self._writer.waits_for_writes:
                     return
+
+
+def _pieces(config: EngineConfig, memory: bool) -> dict[str, int]:
+    """How transfers are cut. Where they are copies of the processor, what is summed should still be in its cache."""
+    if not memory:
+        return {"read_piece_bytes": config.read_piece_bytes}
+    return {"read_piece_bytes": min(config.read_piece_bytes, CACHED_BYTES), "write_piece_bytes": CACHED_BYTES}

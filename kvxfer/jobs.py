@@ -133,15 +133,30 @@ class JobRunner:
     """
 
     def __init__(
-        self, *, threads: int, io_timeout_s: float, max_lost_threads: int, read_piece_bytes: int = 256 << 10
+        self,
+        *,
+        threads: int,
+        io_timeout_s: float,
+        max_lost_threads: int,
+        read_piece_bytes: int = 256 << 10,
+        write_piece_bytes: int = _native.UINT64_MAX,
+        straight: Sequence[int] = (),
     ) -> None:
-        self._lib = _native.lib()
+        """
+        Args:
+            read_piece_bytes: a read is no longer than about this.
+            write_piece_bytes: nor is a write without staging.
+            straight: STORE, LOAD: directions in which chunks of host rows go without staging, where they can.
+        """
+        self._lib, self._quick = _native.lib(), _native.quick()
         self._pid = os.getpid()
         config = _native.EngineConfigStruct(
             threads=threads,
             max_lost_threads=max_lost_threads,
             io_timeout_ns=nanoseconds(io_timeout_s),
             read_piece_bytes=read_piece_bytes,
+            write_piece_bytes=write_piece_bytes,
+            straight=sum(1 << direction for direction in straight),
         )
         handle = C.c_void_p()
         _check(self._lib.kvx_engine_new(C.byref(config), C.byref(handle)), "kvx_engine_new")
@@ -221,13 +236,13 @@ class JobRunner:
             yield job_id.value, chunk.value
 
     def wait(self, directions: Sequence[int], timeout_s: float) -> bool:
-        """Block until a job of one of the directions can be polled, or (with STORE) `wake()` was called."""
+        """Block until a job of one of the directions can be polled, or `wake()` was called for one."""
         mask = sum(1 << d for d in directions)
         return bool(self._lib.kvx_engine_wait(self._handle, mask, nanoseconds(timeout_s)))
 
-    def wake(self) -> None:
-        """End the `wait` of whoever waits for stores."""
-        self._lib.kvx_engine_wake(self._handle)
+    def wake(self, direction: int = STORE) -> None:
+        """End the `wait` of whoever waits for this direction, or the next one."""
+        self._quick.kvx_engine_wake(self._handle, 1 << direction)
 
     def wait_gathered(self, job_id: int, timeout_s: float) -> bool | None:
         """Block until a store's source blocks may be reused. None where the job isn't known (any more)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -227,18 +228,20 @@ def render_metrics(*metrics: Metrics) -> str:
 
 
 class Observer:
-    """Counts what one engine does. Whoever calls `settle`, `looked_up` and `counted` holds the engine's lock."""
+    """Counts what one engine does. Whoever calls `settle` and `counted` holds the engine's lock."""
 
     def __init__(self, tokens_per_block: float, path: str) -> None:
         self._tally = Tally(COUNTED)
         self._tokens_per_block = tokens_per_block
         self._path = path
+        self._looking = threading.Lock()  # of its own: nobody keeps it for long
         self._asked = self._claimed = 0
 
     def looked_up(self, asked: int, claimed: int) -> None:
         """A lookup of `asked` keys answered `claimed`."""
-        self._asked += asked  # plain numbers: of all calls these are the most frequent
-        self._claimed += claimed
+        with self._looking:  # plain numbers: of all calls these are the most frequent
+            self._asked += asked
+            self._claimed += claimed
 
     def settle(self, job: PendingJob, result: TransferResult) -> None:
         """A job has its result."""

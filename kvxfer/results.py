@@ -14,6 +14,8 @@ from kvxfer.bitmap import CompletionBitmap
 from kvxfer.errors import ConfigError, LayoutError
 from kvxfer.jobs import ChunkError, JobOutcome, Status, nanoseconds
 
+_FEW = 4096  # block ids
+
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
@@ -41,7 +43,7 @@ class PendingJob:
     started: float = field(default_factory=time.monotonic)
     native_ids: list[int] = field(default_factory=list)  # what was handed to the runner for it
     planned: threading.Event = field(default_factory=threading.Event)  # `native_ids` is complete
-    cancelled: threading.Event = field(default_factory=threading.Event)  # what is not handed over yet will not be
+    cancelled: bool = False  # what is not handed over yet will not be
     unanswered: int = -1  # keys; counted down by arrive() and fail()
     moved: int = 0  # chunks that the runner moved for this job, and that count
     _arrived: bytearray = field(default_factory=bytearray)  # [num_keys]
@@ -99,7 +101,7 @@ class PendingJob:
     def result(self) -> TransferResult:
         """The result as things stand."""
         errors = tuple(sorted(self._errors, key=lambda error: error.chunk))
-        bitmap = CompletionBitmap.from_bools(self._arrived)
+        bitmap = CompletionBitmap.from_status(np.frombuffer(self._arrived, np.uint8) ^ 1)
         return TransferResult(self.job_id, bitmap, self._nbytes, time.monotonic() - self.started, errors)
 
 
@@ -113,20 +115,25 @@ def block_table(block_ids: ArrayLike, num_keys: int, blocks_per_chunk: int, num_
         raw = np.asarray(block_ids)
     except ValueError as exc:  # rows of several lengths
         raise LayoutError(f"block_ids are no table: {exc}") from None
-    if raw.size and not np.issubdtype(raw.dtype, np.integer):
+    if raw.size and raw.dtype.kind not in "iu":
         raise LayoutError(f"block_ids are {raw.dtype}, want integers")
     if raw.shape not in ((num_keys, blocks_per_chunk), (num_keys * blocks_per_chunk,)):
         raise LayoutError(f"block_ids have shape {raw.shape}, want ({num_keys}, {blocks_per_chunk})")
     if raw.dtype.kind == "u" and raw.size and (most := int(raw.max())) >= num_blocks:  # it may not fit into int64
         raise LayoutError(f"block id {most} must be in 0..{num_blocks - 1}, or -1 for an absent block")
     ids = np.array(raw, dtype=np.int64, order="C").reshape(num_keys, blocks_per_chunk)
-    if wrong := ids[(ids < -1) | (ids >= num_blocks)].tolist():
+    if ids.size and (ids.min() < -1 or ids.max() >= num_blocks):
+        wrong = ids[(ids < -1) | (ids >= num_blocks)].tolist()
         raise LayoutError(f"block id {wrong[0]} must be in 0..{num_blocks - 1}, or -1 for an absent block")
     return ids
 
 
 def refuse_repeated(block_ids: NDArray[np.int64]) -> None:
     """Raises LayoutError where a load would write one block twice."""
+    if block_ids.size <= _FEW:  # as a set: a sort gives the GIL away, and it may be long in coming back
+        ids = block_ids.reshape(-1).tolist()
+        if len(set(ids)) == len(ids):
+            return
     present = np.sort(block_ids[block_ids >= 0])
     if len(twice := present[1:][present[1:] == present[:-1]]):
         raise LayoutError(f"block {twice[0]} is named twice: which bytes it ends with would be left to chance")

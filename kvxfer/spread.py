@@ -79,9 +79,13 @@ class SpreadEngine:
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many of the leading keys are in a root that answers: a claim, which a load proves."""
         for number, key in enumerate(keys):
-            if not self._engines[self._home(key, store=False)].lookup((key,)):
+            if not self.holds(key):
                 return number
         return len(keys)
+
+    def holds(self, key: bytes) -> bool:
+        """`lookup` of one key."""
+        return self._engines[self._home(key, store=False)].holds(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Counts as a use."""

@@ -17,7 +17,10 @@ from kvxfer.results import PendingJob
 from kvxfer.slot import SlotLayout
 from kvxfer.store import Entry, Reservation, Store
 
-BATCH = 64  # chunks: while one batch is written the next is planned and the one before committed
+# While one batch is written the next is planned and the one before committed. What is done once for a batch (the root's
+# lock, three transactions) costs as much as some 100 chunks, which count where chunks are small.
+BATCH_BYTES = 32 << 20
+BATCH_LEAST, BATCH_MOST = 16, 256  # chunks
 _STATUS = {int(status): status for status in Status}  # faster than Status(code), which counts for thousands of chunks
 
 
@@ -57,6 +60,7 @@ class StoreWriter:
         finished: Callable[[PendingJob], None],
     ) -> None:
         self._store, self._slot = store, slot
+        self._batch = max(BATCH_LEAST, min(BATCH_MOST, BATCH_BYTES // slot.slot_bytes))
         self.digest = digest  # of the namespace that stores which start now go to
         self._runner, self._handles, self._native_ids, self._finished = runner, handles, native_ids, finished
         self._intake = intake
@@ -96,8 +100,8 @@ class StoreWriter:
                 job.fail(i, Status.BUSY)  # fewer of its blocks are on their way just now
             else:
                 write.waiters.append((job, i))
-        for start in range(0, len(todo), BATCH):
-            self._submit(job, todo[start : start + BATCH], masks)
+        for start in range(0, len(todo), self._batch):
+            self._submit(job, todo[start : start + self._batch], masks)
         if not todo and not job.unanswered:
             self._end(job)
 
@@ -120,9 +124,9 @@ class StoreWriter:
         permit = self._intake.admit(STORE, len(todo))
         todo, held_back = todo[: permit.chunks], todo[permit.chunks :]
         try:
-            if todo and not job.cancelled.is_set():
+            if todo and not job.cancelled:
                 slots = self._store.reserve(self.digest, self._slot, len(todo))
-            if job.cancelled.is_set():  # before, or while a slab was made
+            if job.cancelled:  # before, or while a slab was made
                 self._store.release(slots)
                 slots, status = [], Status.CANCELLED
             if slots:
@@ -144,7 +148,7 @@ class StoreWriter:
         self._runner.submit(native, STORE, self._handles, b"".join(records), job.block_ids[flight.index], flight.digest)
         self._flights[native] = flight
         job.native_ids.append(native)
-        if job.cancelled.is_set():  # meanwhile
+        if job.cancelled:  # meanwhile
             self._runner.cancel(native)
 
     def _land(self, flight: _Flight, outcome: JobOutcome) -> None:

@@ -47,6 +47,8 @@ class Journal:
 
     def take_stored(self) -> list[bytes]:
         """Awaited keys that were stored since the last call."""
+        if not self._stored:  # asked with every step
+            return []
         with self._lock:
             stored, self._stored = self._stored, []
         return stored

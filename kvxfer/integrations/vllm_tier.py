@@ -51,7 +51,8 @@ class _Rows:
     """The primary view's memory for numpy, without the buffer being held: vLLM unmaps it when it has shut us down.
 
     (An engine writes rows between a load's submit and its result and reads them between a store's submit and its end;
-    it has ended all jobs before `shutdown` returns, those in calls that never return too.)
+    it has ended all jobs before `shutdown` returns. For reads that never return see `shutdown`; a write that never
+    returns may go on reading rows, into a slot that is never believed.)
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -62,6 +63,9 @@ class _Rows:
             "typestr": "|u1",
             "data": (int(array.ctypes.data), view.readonly),
         }
+
+
+_KEPT: list[memoryview] = []  # of tiers that left reads behind
 
 
 class KvxferTier(SecondaryTierManager):
@@ -102,7 +106,7 @@ class KvxferTier(SecondaryTierManager):
         mine = [each for each in getattr(spec, "secondary_tier_configs", ()) if each.get("type") == self.tier_type]
         if len(mine) > 1:
             raise ConfigError(f"{len(mine)} tiers of type {self.tier_type!r}: several drives are not built yet")
-        row_bytes = _row_bytes(view)
+        row_bytes, self._view = _row_bytes(view), view
         vllm_config = spec.config
         namespace = namespace_of(
             vllm_config,
@@ -170,7 +174,7 @@ class KvxferTier(SecondaryTierManager):
                 self._take_stored()
                 if key in failed:
                     return LookupResult.MISS
-            return LookupResult.HIT if self._engine.lookup((key,)) else LookupResult.MISS
+            return LookupResult.HIT if self._engine.holds(key) else LookupResult.MISS
         except Exception as exc:  # a lookup that raises kills the engine: a miss
             _report("lookup", exc)
             return LookupResult.MISS
@@ -178,7 +182,7 @@ class KvxferTier(SecondaryTierManager):
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Counts as a use."""
         try:
-            self._store.touch(self._engine.digest, keys)
+            self._engine.touch(keys)
         except Exception as exc:  # a use that is not counted
             _report("touch", exc)
 
@@ -217,6 +221,8 @@ class KvxferTier(SecondaryTierManager):
     def get_finished_jobs(self) -> list[Any]:
         """The results since the last call: of every job exactly one, of jobs that vLLM gave alone."""
         self._collect()
+        if not self._ready:
+            return []
         ready, self._ready = self._ready, []
         return ready
 
@@ -240,14 +246,12 @@ class KvxferTier(SecondaryTierManager):
     def _finish(self, job_id: int, job: _Job, result: TransferResult | None) -> None:
         """A job has ended. None: it did not begin, or was given up."""
         del self._jobs[job_id]
-        arrived = [False] * len(job.keys) if result is None else list(result.bitmap)
         complete = bool(result and result.bitmap.all())
-        keys = tuple(key for key, here in zip(job.keys, arrived, strict=True) if here)
+        keys, missing = (job.keys, []) if complete else _split(job.keys, result)
         if not job.is_load:
             self._hit_again(keys)
             self._announce(keys)
         elif not complete and (failed := self._failed.get(job.request)) is not None:
-            missing = [key for key, here in zip(job.keys, arrived, strict=True) if not here]
             failed.update(missing)
             self._journal.await_store(missing)
         if result is not None and result.nbytes:
@@ -334,7 +338,7 @@ class KvxferTier(SecondaryTierManager):
             if not self._engine.drain(self.config.drain_timeout_s):
                 for job_id in list(self._jobs):
                     self._engine.cancel(job_id)
-                self._engine.drain(CANCEL_S)
+                self._wait_for_rows()
         except Exception as exc:  # what has not ended is given up below
             _report("drain", exc)
         self._collect()
@@ -346,14 +350,31 @@ class KvxferTier(SecondaryTierManager):
             except Exception as exc:  # everything stays as it was; said
                 _report("reset", exc)
 
+    def _wait_for_rows(self) -> None:
+        """Wait until no cancelled job can write a row any more: for loads, until they have their results.
+
+        That takes a moment, unless a read straight into a row (rows="straight") does not return: then as long as it
+        does not. The row's next owner would find other bytes in it otherwise.
+        """
+        while not self._engine.drain(CANCEL_S):
+            self._collect()
+            if not any(job.is_load for job in self._jobs.values()):
+                return
+            engine_reporter.warn("drain", "a drain waits for reads into rows that have not returned")
+
     def shutdown(self) -> None:
-        """End all jobs, give the root back and let go of vLLM's memory. Twice is fine."""
+        """End all jobs, give the root back and let go of vLLM's memory. Twice is fine.
+
+        Where a read straight into a row has not returned the memory stays until the process ends: vLLM says in its log
+        that it could not unmap it.
+        """
         if self._closed:
             return
         self._collect()
         self._closed = True
         try:
-            self._engine.shutdown()
+            if self._engine.shutdown() and self.config.engine.rows == "straight":
+                _KEPT.append(memoryview(self._view))
         finally:
             self._store.close()
 
@@ -375,6 +396,16 @@ class KvxferTier(SecondaryTierManager):
         except Exception as exc:  # told with the next: they are totals
             _report("metrics", exc)
             return None
+
+
+def _split(keys: tuple[bytes, ...], result: TransferResult | None) -> tuple[tuple[bytes, ...], list[bytes]]:
+    """The keys of a job that arrived, and those that did not."""
+    arrived = [False] * len(keys) if result is None else result.bitmap
+    here: list[bytes] = []
+    missing: list[bytes] = []
+    for key, bit in zip(keys, arrived, strict=True):
+        (here if bit else missing).append(key)
+    return tuple(here), missing
 
 
 def _row_bytes(view: memoryview) -> int:

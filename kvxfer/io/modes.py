@@ -29,6 +29,8 @@ NETWORK_FILESYSTEMS = frozenset(
     "lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 smb2 smb3 smbfs vboxsf virtiofs wekafs".split()
 )
 
+MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
+
 
 @dataclass(frozen=True, slots=True)
 class IOMode:
@@ -159,6 +161,11 @@ def filesystem_type(path: Path, mountinfo: str | None = None) -> str:
         if inside and len(mount) >= best:  # a later mount on the same place hides the earlier one
             best, found = len(mount), right.split(" ")[0]
     return found
+
+
+def in_memory(path: Path) -> bool:
+    """Whether the files at `path` are pages of memory, so that reads and writes are copies."""
+    return filesystem_type(path) in MEMORY_FILESYSTEMS
 
 
 def refuse_network(path: Path, mountinfo: str | None = None) -> None:

@@ -35,6 +35,7 @@ from kvxfer.store.records import (
     DIGEST_BYTES,
     LEASES,
     MEMBERS,
+    PLACE_BYTES,
     SLABS,
     EpochName,
     EpochRow,
@@ -328,16 +329,20 @@ class Index:
         conflicts, done = 0, list(rows)
         for record in deletes:
             name = record.digest + record.key
-            if (found := txn.get(name)) is not None and found[:24] == record.pack()[:24]:
+            if (found := txn.get(name)) is not None and found[:PLACE_BYTES] == record.place():
                 txn.delete(name)
                 done.append((name, None))
-        for record, expected in puts:
-            name, value = item(record)
-            found = txn.get(name)
-            known = parse(name, found) if found is not None else None
-            conflicts += (known.generation if isinstance(known, IndexRecord) else 0) != expected
-            txn.put(name, value)
-            done.append((name, value))
+        items = [(record.digest + record.key, record.pack()) for record, _ in puts]
+        for (name, _), (_, expected) in zip(items, puts, strict=True):
+            if (found := txn.get(name)) is None:
+                conflicts += expected != 0
+            else:
+                known = parse(name, found)
+                conflicts += (known.generation if isinstance(known, IndexRecord) else 0) != expected
+        if items:
+            with txn.cursor() as cursor:
+                cursor.putmulti(items)
+        done += items
         for name, value_or_none in rows:
             if value_or_none is None:
                 txn.delete(name)

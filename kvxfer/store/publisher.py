@@ -43,13 +43,12 @@ class Publisher:
             planned[key] = entry, reservation
             puts[key] = Put(IndexRecord.of(entry), known.generation if known else 0)
         done = self._ledger.tell(list(puts.values()), committed=[one for _, one in planned.values()])
-        for entry, reservation in planned.values():
-            if done:
-                self._counts.replacements += self._table.install(entry, reservation)
-                self._counts.commits += 1
-            else:
-                surplus.append(reservation)
-                self._counts.failed_commits += 1
+        if done:
+            self._counts.replacements += self._table.install(planned.values())
+            self._counts.commits += len(planned)
+        else:
+            surplus += [reservation for _, reservation in planned.values()]
+            self._counts.failed_commits += len(planned)
         self._table.release(surplus)
         return [done if key is not None else present for key, present in zip(waiting, outcome, strict=True)]
 

@@ -13,6 +13,8 @@ from kvxfer.store.entry import Entry
 
 DIGEST_BYTES = 32
 _VALUE = struct.Struct("<QQQ32s")  # slab, slot, generation, mask
+_PLACE = struct.Struct("<QQQ")
+PLACE_BYTES = _PLACE.size
 # What the names of each kind begin with.
 EPOCHS, SLABS, MEMBERS, LEASES = b"epoch", b"slab", b"member", b"lease"
 _EPOCH_VALUE = struct.Struct("<Q")
@@ -35,6 +37,10 @@ class IndexRecord(NamedTuple):
     def of(cls, entry: Entry) -> IndexRecord:
         """The record of an entry."""
         return cls(entry.digest, entry.key, entry.slab.slab_id, entry.slot, entry.generation, entry.mask)
+
+    def place(self) -> bytes:
+        """What its value begins with."""
+        return _PLACE.pack(self.slab_id, self.slot, self.generation)
 
     def pack(self) -> bytes:
         """Its value."""

@@ -8,6 +8,7 @@ from enum import Enum
 
 from kvxfer.config import StoreConfig, slab_cost
 from kvxfer.errors import ConfigError, IOFault
+from kvxfer.io.modes import in_memory
 from kvxfer.io.system import TEMPORARY, try_unlink
 from kvxfer.report import reporter
 from kvxfer.slot import SlotLayout
@@ -47,6 +48,8 @@ class SlabRoom:
         self.used_bytes, self.used_files = self.other_bytes, self.other_files
         self._config = config
         self._direct = opened.mode.direct
+        # There a page is made in less time when it is written than ahead, and is of use to others until then.
+        self._sparse = in_memory(config.root)
         self._alignment = opened.info.alignment
         self._table = table
         self._index = index
@@ -169,7 +172,7 @@ class SlabRoom:
             self._retry_at = time.monotonic() + RETRY_S
             return Made.FAILED
         try:
-            slab = SlabFile.create(self._directory, slab_id, layout, num_slots, self._direct)
+            slab = SlabFile.create(self._directory, slab_id, layout, num_slots, self._direct, self._sparse)
         except IOFault as exc:
             self.errors += 1
             self._retry_at = time.monotonic() + RETRY_S

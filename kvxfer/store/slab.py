@@ -155,8 +155,10 @@ class SlabFile:
         self._freed: list[int] = []  # the free ones below; some twice, and some that were marked since
 
     @classmethod
-    def create(cls, directory: Path, slab_id: int, layout: SlotLayout, num_slots: int, direct: bool) -> SlabFile:
-        """A new slab, all of it preallocated. It appears under its name when it is whole.
+    def create(
+        cls, directory: Path, slab_id: int, layout: SlotLayout, num_slots: int, direct: bool, sparse: bool = False
+    ) -> SlabFile:
+        """A new slab, all of it preallocated, or (sparse) its header alone. It appears under its name when it is whole.
 
         Raises:
             IOFault: a call failed (ENOSPC: no room for it); nothing is left behind.
@@ -169,7 +171,10 @@ class SlabFile:
             undo.callback(try_unlink, temporary)
             file = PosixFile(fd, path.name, direct)
             undo.callback(file.close)
-            sys_fallocate(file.fd, slab_file_bytes(layout, num_slots), temporary)
+            nbytes = slab_file_bytes(layout, num_slots)
+            sys_fallocate(file.fd, layout.alignment if sparse else nbytes, temporary)
+            if sparse:
+                sys_ftruncate(file.fd, nbytes, temporary)
             page = AlignedBuffer(layout.alignment, layout.alignment)
             page.array[:] = np.frombuffer(pack_header(slab_id, layout, num_slots), dtype=np.uint8)
             file.write(page.array)

@@ -21,6 +21,7 @@ from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
 
 Policies = Callable[[], CachePolicy[Entry]]
+_NONE: dict[bytes, Entry] = {}
 
 
 class SlotClass:
@@ -374,18 +375,21 @@ class Table:
         self.entries += 1
         self.live_bytes += entry.slab.slot_bytes
 
-    def install(self, entry: Entry, reservation: Reservation) -> bool:
-        """Makes a committed entry visible in the place of what had its key; True if something had."""
+    def install(self, committed: Iterable[tuple[Entry, Reservation]]) -> int:
+        """Makes committed entries visible in the place of what had their keys; how many keys had something."""
+        replaced = 0
         with self.lock:
-            old = self._all.get(entry.digest, {}).get(entry.key)
-            if old is not None:
-                self._detach(old)
-                old.indexed = False  # the index names the new one by now
-            self._settle_reservation(reservation, told=True)
-            self._put(entry)
-            if old is not None:
-                self._free_if_unused(old)
-            return old is not None
+            for entry, reservation in committed:
+                old = self._all.get(entry.digest, _NONE).get(entry.key)
+                if old is not None:
+                    self._detach(old)
+                    old.indexed = False  # the index names the new one by now
+                    replaced += 1
+                self._settle_reservation(reservation, told=True)
+                self._put(entry)
+                if old is not None:
+                    self._free_if_unused(old)
+        return replaced
 
     def victims(self, layout: SlotLayout, n: int) -> list[Entry]:
         """Takes up to n entries out, for `settle` or `reinstate`. Pinned ones never."""

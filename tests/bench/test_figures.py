@@ -38,6 +38,14 @@ def test_a_figure_has_a_bar_that_it_must_not_exceed() -> None:
     assert exit_status(table.rows) == 1
 
 
+def test_the_tiers_rows_are_left_out_where_there_is_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    table = rows_of(tmp_path, "tier")
+    assert table.rows == []
+    assert table.notes == ["tier: left out: vLLM is not installed in this environment: make bench-vllm"]
+    assert exit_status(table.rows) == 0
+
+
 # ---- policies
 
 

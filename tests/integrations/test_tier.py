@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -327,6 +328,45 @@ def test_drain_is_bounded_where_a_read_never_returns(tmp_root: Path) -> None:
         time.sleep(0.2)
         rig.check(rig.rows, [])  # what was late touched nothing
         rig.poll()
+
+
+def test_drain_waits_for_a_read_straight_into_a_row(tmp_root: Path) -> None:
+    with Rig(tmp_root, drain_timeout_s=0.2, rows="straight") as rig, FaultyIO() as io:
+        rig.fill()
+        rig.store(range(N))
+        rig.poison()
+        rule = io.hang("pread", offset=rig.extent(5), times=1)
+        job = rig.submit(range(N), rig.request("a"), load=True)
+        drain = threading.Thread(target=rig.tier.drain_jobs)
+        drain.start()
+        drain.join(1.0)
+        assert rule.hits == 1 and drain.is_alive(), "the row may still be written"
+        io.release()
+        drain.join(20)
+        assert not drain.is_alive()
+        after = rig.rows.copy()
+        rig.poll()
+        assert not rig.results[job].success
+        time.sleep(0.2)
+        assert (rig.rows == after).all(), "no row is touched after a drain"
+
+
+def test_memory_stays_where_a_read_was_left_behind(tmp_root: Path) -> None:
+    rig = Rig(tmp_root, rows="straight")
+    rig.fill()
+    rig.store([0])
+    with FaultyIO() as io:
+        rule = io.hang("pread", offset=rig.extent(0), times=1)
+        rig.submit([0], rig.request("a"), load=True)
+        while not rule.hits:
+            time.sleep(0.01)
+        started = time.monotonic()
+        rig.tier.shutdown()
+        assert time.monotonic() - started < 20
+        rig.view.release()  # as vLLM does
+        rig.rows = np.zeros((0, 0), np.uint8)
+        with pytest.raises(BufferError):
+            rig.memory.close()
 
 
 def test_drain_is_bounded_where_a_slab_is_never_made(tmp_root: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -87,6 +88,7 @@ class Rig:
         max_lost_threads: int = 4,
         live: bool = True,
         read_piece_bytes: int = 256 << 10,
+        **more: Any,
     ) -> None:
         self.path, self.slot, self.live = path, pages[0].mapping.slot, live
         self.lib = _native.lib()
@@ -98,6 +100,7 @@ class Rig:
             io_timeout_s=io_timeout_s,
             max_lost_threads=max_lost_threads,
             read_piece_bytes=read_piece_bytes,
+            **more,
         )
         self.next_id = 0
 
