@@ -58,6 +58,7 @@ __all__ = [
     "canonical_format",
     "detector_argument",
     "device_type",
+    "empty_histogram",
     "event",
     "job_result",
     "job_rows",
@@ -105,6 +106,14 @@ def event(keys: Sequence[bytes], *, removed: bool, owner: str, locality: Any) ->
         locality=locality,
         **{name: value for name, value in told.items() if name in _EVENT_FIELDS},
     )
+
+
+def empty_histogram(stats: Any, name: str, labels: tuple[str, ...]) -> None:
+    """Tells of a histogram in which nothing has been observed, so that /metrics has it.
+
+    (The methods of vLLM's stats tell observations alone; this is what they make of them, with none.)
+    """
+    stats.aggregate(OffloadingConnectorStats(data={"types": {name: "histogram"}, "data": {name: {labels: []}}}))
 
 
 def detector_argument(detector: Any) -> dict[str, Any]:

@@ -139,6 +139,7 @@ class KvxferTier(SecondaryTierManager):
                 self._events = []
             else:
                 engine_reporter.warn("events", "enable_kv_events is set, but vLLM's KV events are off: there are none")
+        self._stepped = False
         self._told = Told()
         self._told_at = -STATS_S
         self._closed = False
@@ -218,8 +219,12 @@ class KvxferTier(SecondaryTierManager):
         return ready
 
     def has_pending_work(self) -> bool:
-        """Whether there are jobs without a result that vLLM has taken."""
-        return bool(self._jobs or self._ready)
+        """Whether there are jobs without a result that vLLM has taken, or there was no step yet.
+
+        (vLLM asks for metrics with its steps alone: without one of its own accord, /metrics would have no series of the
+        tier before the first request.)
+        """
+        return bool(self._jobs or self._ready) or not self._stepped
 
     def _collect(self) -> None:
         """Turns the engine's results into vLLM's."""
@@ -315,6 +320,7 @@ class KvxferTier(SecondaryTierManager):
 
     def on_schedule_end(self, context: Any) -> None:
         """The end of a step."""
+        self._stepped = True
         if self._engine.digest != self._journal.digest and self._events is None:
             self._digest = self._journal.digest = self._engine.digest
         self._take_stored()
