@@ -26,6 +26,7 @@ from kvxfer.errors import ConfigError
 
 try:
     import vllm
+    from vllm import envs
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
     from vllm.platforms import current_platform
@@ -63,6 +64,7 @@ __all__ = [
     "job_result",
     "job_rows",
     "page_layout",
+    "pipeline_partition",
     "vllm_release",
 ]
 
@@ -146,6 +148,11 @@ def page_layout(config: Any) -> str | None:
         return str(get_kv_cache_layout())
     except AssertionError:
         return None
+
+
+def pipeline_partition() -> str | None:
+    """How many layers each pipeline stage has, such as "3,1", where the operator has said it."""
+    return None if envs.VLLM_PP_LAYER_PARTITION is None else str(envs.VLLM_PP_LAYER_PARTITION)
 
 
 def device_type() -> str:

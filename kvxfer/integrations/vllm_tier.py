@@ -24,7 +24,7 @@ from kvxfer.integrations.vllm_compat import LookupResult, Medium, RequestOffload
 from kvxfer.integrations.vllm_config import TierConfig
 from kvxfer.integrations.vllm_journal import Journal, WatchedPolicy
 from kvxfer.integrations.vllm_metrics import Told, definitions
-from kvxfer.integrations.vllm_namespace import fingerprint_of, namespace_of
+from kvxfer.integrations.vllm_namespace import check_stages, fingerprint_of, namespace_of
 from kvxfer.layout import row_mapping
 from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
 from kvxfer.report import engine_reporter
@@ -104,6 +104,8 @@ class KvxferTier(SecondaryTierManager):
             raise ConfigError(f"{len(mine)} tiers of type {self.tier_type!r}: several drives are not built yet")
         row_bytes = _row_bytes(view)
         vllm_config = spec.config
+        partition = compat.pipeline_partition()
+        check_stages(vllm_config, partition=partition, stated_equal=self.config.equal_pipeline_stages)
         namespace = namespace_of(
             vllm_config,
             row_bytes=row_bytes,
@@ -140,6 +142,7 @@ class KvxferTier(SecondaryTierManager):
             else:
                 engine_reporter.warn("events", "enable_kv_events is set, but vLLM's KV events are off: there are none")
         self._stepped = False
+        self._ended = False  # a job has, since vLLM was told
         self._told = Told()
         self._told_at = -STATS_S
         self._closed = False
@@ -242,6 +245,7 @@ class KvxferTier(SecondaryTierManager):
     def _finish(self, job_id: int, job: _Job, result: TransferResult | None) -> None:
         """A job has ended. None: it did not begin, or was given up."""
         del self._jobs[job_id]
+        self._ended = True
         arrived = [False] * len(job.keys) if result is None else list(result.bitmap)
         complete = bool(result and result.bitmap.all())
         keys = tuple(key for key, here in zip(job.keys, arrived, strict=True) if here)
@@ -368,11 +372,14 @@ class KvxferTier(SecondaryTierManager):
         return definitions()
 
     def get_stats(self) -> Any | None:
-        """What has changed since the last call, at most every STATS_S."""
+        """What has changed since the last call: at most every STATS_S, and with the last job's end.
+
+        (vLLM may make no step after that, until the next request: what was not told would be missing until then.)
+        """
         now = time.monotonic()
-        if self._closed or now - self._told_at < STATS_S:
+        if self._closed or (now - self._told_at < STATS_S and (self._jobs or not self._ended)):
             return None
-        self._told_at = now
+        self._told_at, self._ended = now, False
         try:
             return self._told.news(self._engine.metrics())
         except Exception as exc:  # told with the next: they are totals
