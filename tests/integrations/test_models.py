@@ -59,13 +59,14 @@ def test_latent_attention(where: Path, tmp_path: Path) -> None:
     """Ids are not compared: this machine's kernels round otherwise after a hit. The bytes of the rows are."""
     from tests.integrations.tiny_model import write_latent_model
 
-    there = setup(write_latent_model(tmp_path / "model"), tmp_path / "root", chunks=32)
+    model = write_latent_model(tmp_path / "model")
+    there = setup(model, tmp_path / "root", chunks=16, dtype="bfloat16")  # some kernels know no float32
     cold, _, first = run_engine(where, there, ["run"], ["fill"], ["rows"])
     assert cold["cached"] == 0
     hit, metrics, second = run_engine(where, there, ["run"], ["metrics"], ["rows"])
     assert hit["cached"] == WHOLE
     assert metrics["vllm:kvxfer_load_chunks{hit}"] == len(second["loaded"]) == 12
-    assert metrics["vllm:kvxfer_verified_segments_total{}"] >= 12
+    assert metrics["vllm:kvxfer_verified_segments{}"] >= 12
     check(first["stored"], second["loaded"], atleast=12)
 
 
