@@ -42,6 +42,8 @@ ROW = 64 << 10
         ({"reset_on_drain": "yes"}, "reset_on_drain='yes' must be true or false"),
         ({"weights_fingerprint": None}, "weights_fingerprint is missing, and the model 'org/tiny' is not a local"),
         ({"weights_fingerprint": ""}, "weights_fingerprint=''"),
+        ({"vllm": {"pp": 2}, "equal_pipeline_stages": False}, "pipeline_parallel_size=2: vLLM's stages must be of one"),
+        ({"equal_pipeline_stages": 1}, "equal_pipeline_stages=1 must be true or false"),
         ({"capacity_bytes": 1}, "capacity_bytes=1"),
         ({"io_threads": 0}, "io_threads=0"),
         ({"io": "uring"}, "io='uring' must be one of auto, posix"),
