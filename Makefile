@@ -22,7 +22,7 @@ JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 .PHONY: help install demo test test-slow test-gpu test-vllm test-vllm-full test-asan test-tsan check format bench clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
 	@echo
 	@echo 'VENV=.venv PYTHON=python3.11 choose the environment; ARGS="..." is handed to the demo, the tests or the bench.'
 

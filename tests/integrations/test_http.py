@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -129,14 +130,26 @@ class Server:
 
     def shared_files(self) -> set[Path]:
         """vLLM's files for rows that its processes have mapped."""
-        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in self.processes())
-        return {Path(name) for name in re.findall(r"(/dev/shm/vllm_offload_\S+)", maps)}
+        files: set[Path] = set()
+        for pid in self.processes():
+            with contextlib.suppress(OSError):  # it has just ended
+                files.update(
+                    map(Path, re.findall(r"(/dev/shm/vllm_offload_\S+)", Path(f"/proc/{pid}/maps").read_text()))
+                )
+        return files
 
     def kill(self) -> None:
-        """Whatever is left."""
-        if self.processes():
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
+        """Whatever is left: gently first, or vLLM's shared memory stays behind."""
+        files = self.shared_files()
+        for sign, patience in ((signal.SIGTERM, 60), (signal.SIGKILL, 30)):
+            deadline = time.monotonic() + patience
+            if self.processes():
+                os.killpg(self.process.pid, sign)
+            while self.processes() and time.monotonic() < deadline:
+                time.sleep(0.2)
+                self.process.poll()
+        for path in files:
+            path.unlink(missing_ok=True)
 
 
 class Events:
