@@ -12,14 +12,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 LIBRARY := kvxfer/libkvx.so
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_OTHERS := 0.28.0 0.33.0
+VLLM_VENVS := $(VLLM_VENV) $(VLLM_OTHERS:%=$(VLLM_VENV)-%)
+VLLM_JOBS ?= 2
 DIR ?=
 ARGS ?=
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: help install demo test test-slow test-gpu test-vllm test-asan test-tsan check format bench bench-vllm clean
+.PHONY: help install demo test test-slow test-gpu test-vllm test-vllm-full test-asan test-tsan check format bench bench-vllm clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
 	@echo
 	@echo 'VENV=.venv PYTHON=python3.11 choose the environment; ARGS="..." is handed to the demo, the tests or the bench.'
 
@@ -40,14 +43,17 @@ test-gpu: install ## the tests marked gpu; a missing GPU is a failure, not a ski
 	@$(BIN)/python -m pytest -m 'gpu or gds' $(ARGS) || \
 	{ test $$? = 5 && echo "make test-gpu: there are no GPU tests yet" >&2; exit 1; }
 
-# In an environment of its own, with kvxfer installed as a user has it: from a wheel. The tests run in a folder that has
-# links to them and not the sources, or those would be imported instead.
-test-vllm: $(VLLM_VENV)/.kvxfer ## the tests marked vllm, over vLLM for CPUs in .venv-vllm (2.5 GB, minutes the first time)
-	@mkdir -p build/vllm
-	@ln -sfn ../../tests build/vllm/tests
-	@ln -sfn ../../pyproject.toml build/vllm/pyproject.toml
-	@ln -sfn ../../bench build/vllm/bench
-	@cd build/vllm && $(CURDIR)/$(VLLM_BIN)/python -m pytest -m vllm tests/integrations $(ARGS)
+# Each vLLM in an environment of its own, with kvxfer installed as a user has it: from a wheel. The tests run in a folder
+# that has links to them and not the sources, or those would be imported instead. Engines of a few GB run side by side.
+VLLM_TESTS = -m pytest tests/integrations -n $(VLLM_JOBS) --dist loadfile --timeout 900 --durations 15
+build/vllm: ; @mkdir -p $@ && for each in tests bench pyproject.toml; do ln -sfn ../../$$each $@/$$each; done
+
+test-vllm: $(VLLM_VENVS:%=%/.kvxfer) build/vllm ## the core cases over real vLLMs for CPUs, in .venv-vllm* (3.5 GB, minutes the first time)
+	@for venv in $(VLLM_VENVS); do echo "vLLM in $$venv"; \
+	(cd build/vllm && $(CURDIR)/$$venv/bin/python $(VLLM_TESTS) -m 'vllm and not slow' $(ARGS)) || exit; done
+
+test-vllm-full: $(VLLM_VENV)/.kvxfer build/vllm ## the other cases over the real vLLM, of one version
+	@cd build/vllm && $(CURDIR)/$(VLLM_BIN)/python $(VLLM_TESTS) -m 'vllm and slow' $(ARGS)
 
 check: install ## format, lint, types, floors
 	@$(BIN)/ruff format --check .
@@ -64,10 +70,7 @@ format: install ## rewrite the sources as check wants them
 bench: install ## converter and engine rows against their peers; DIR=/mnt/nvme says where; 1 on any wrong byte
 	@$(BIN)/python -m bench $(if $(DIR),--dir $(DIR)) $(ARGS)
 
-bench-vllm: $(VLLM_VENV)/.kvxfer ## beside vLLM's own fs tier, and in the real engine, in .venv-vllm; DIR=/mnt/nvme says where
-	@mkdir -p build/vllm
-	@ln -sfn ../../bench build/vllm/bench
-	@ln -sfn ../../tests build/vllm/tests
+bench-vllm: $(VLLM_VENV)/.kvxfer build/vllm ## beside vLLM's own fs tier, and in the real engine, in .venv-vllm; DIR=/mnt/nvme says where
 	@cd build/vllm && for room in tier ttft; do \
 	$(CURDIR)/$(VLLM_BIN)/python -m bench --only $$room $(if $(DIR),--dir $(abspath $(DIR))) $(ARGS); done
 
@@ -121,8 +124,18 @@ $(VLLM_VENV)/.requirements: requirements/vllm.txt
 	@$(VLLM_BIN)/python requirements/vllm_name.py
 	@touch $@
 
-$(VLLM_VENV)/.kvxfer: $(VLLM_VENV)/.requirements pyproject.toml setup.py $(LIBRARY) $(shell find kvxfer -name '*.py')
-	@rm -rf build/wheel
+$(VLLM_OTHERS:%=$(VLLM_VENV)-%/.requirements): $(VLLM_VENV)-%/.requirements: \
+		requirements/vllm-%.txt requirements/vllm_overlay.py requirements/vllm_name.py $(VLLM_VENV)/.requirements
+	@echo "installing requirements/vllm-$*.txt into $(VLLM_VENV)-$*"
+	@$(VLLM_BIN)/python requirements/vllm_overlay.py $(VLLM_VENV)-$* requirements/vllm-$*.txt
+	@touch $@
+
+build/wheel/.built: pyproject.toml setup.py $(LIBRARY) $(shell find kvxfer -name '*.py')
+	@rm -rf build/wheel build/lib
 	@$(PIP) wheel --no-build-isolation --no-deps -w build/wheel .
-	@$(VLLM_BIN)/python -m pip --disable-pip-version-check -q install --no-deps --force-reinstall build/wheel/*.whl
+	@touch $@
+
+$(VLLM_VENVS:%=%/.kvxfer): %/.kvxfer: %/.requirements build/wheel/.built
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check -q --python $*/bin/python \
+	install --no-deps --force-reinstall build/wheel/*.whl
 	@touch $@

@@ -26,6 +26,7 @@ from kvxfer.errors import ConfigError
 
 try:
     import vllm
+    from vllm import envs
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
     from vllm.platforms import current_platform
@@ -58,10 +59,12 @@ __all__ = [
     "canonical_format",
     "detector_argument",
     "device_type",
+    "empty_histogram",
     "event",
     "job_result",
     "job_rows",
     "page_layout",
+    "pipeline_partition",
     "vllm_release",
 ]
 
@@ -107,6 +110,14 @@ def event(keys: Sequence[bytes], *, removed: bool, owner: str, locality: Any) ->
     )
 
 
+def empty_histogram(stats: Any, name: str, labels: tuple[str, ...]) -> None:
+    """Tells of a histogram in which nothing has been observed, so that /metrics has it.
+
+    (The methods of vLLM's stats tell observations alone; this is what they make of them, with none.)
+    """
+    stats.aggregate(OffloadingConnectorStats(data={"types": {name: "histogram"}, "data": {name: {labels: []}}}))
+
+
 def detector_argument(detector: Any) -> dict[str, Any]:
     """How SecondaryTierManager's constructor is given the detector that vLLM made, if it made one.
 
@@ -137,6 +148,11 @@ def page_layout(config: Any) -> str | None:
         return str(get_kv_cache_layout())
     except AssertionError:
         return None
+
+
+def pipeline_partition() -> str | None:
+    """How many layers each pipeline stage has, such as "3,1", where the operator has said it."""
+    return None if envs.VLLM_PP_LAYER_PARTITION is None else str(envs.VLLM_PP_LAYER_PARTITION)
 
 
 def device_type() -> str:

@@ -39,6 +39,7 @@ class TierConfig:
     recompute_tokens_per_s: float | str | None = None  # and no later than recomputing its tokens would; or "measured"
     reset_on_drain: bool = False  # a reset of vLLM's prefix cache makes all that is stored a miss
     drain_timeout_s: float = 60.0  # how long a drain waits for jobs before it cancels them
+    equal_pipeline_stages: bool = False  # the operator's word that every pipeline stage keeps as many bytes of a block
     enable_kv_events: bool = False  # where vLLM's KV events are on
     locality: str | None = None  # LOCAL | None: what KV events say
 
@@ -59,7 +60,7 @@ class TierConfig:
                 continue
             if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"tier key {name}={value!r} must be a positive number")
-        for name in ("reset_on_drain", "enable_kv_events"):
+        for name in ("reset_on_drain", "equal_pipeline_stages", "enable_kv_events"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"tier key {name}={value!r} must be true or false")
         given = self.weights_fingerprint

@@ -40,6 +40,10 @@ class Told:
     def news(self, metrics: Metrics) -> Any | None:
         """What has changed since the last call; the first time everything, zeros too. None: nothing."""
         stats = compat.OffloadingConnectorStats()
+        if not self._last:
+            for series in SERIES:
+                for labels in series.label_values if series.kind is Kind.HISTOGRAM else ():
+                    compat.empty_histogram(stats, PREFIX + series.name, labels)
         observed, self._seconds = self._seconds, []
         for name, path, seconds in observed:
             stats.observe_histogram(name, seconds, (path,))

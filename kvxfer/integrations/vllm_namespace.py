@@ -12,7 +12,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, LayoutError
+from kvxfer.hf_config import geometries_from_hf_config
 from kvxfer.keys import Namespace, weights_fingerprint
 
 PORTABLE_FORMS = ("v1-nhd", "v1-hnd")
@@ -43,6 +44,54 @@ def fingerprint_of(model: str, given: str | None) -> str:
     except OSError as exc:
         raise ConfigError(f"cannot read the model's configuration: {exc}") from exc
     return digest.hexdigest()
+
+
+def check_stages(config: Any, *, partition: str | None, stated_equal: bool) -> None:
+    """Refuses what would give wrong bytes under pipeline parallelism.
+
+    Each rank finds its part of a row by the size of its own share, as if all shares were of that size: where stages
+    differ, they write over one another's rows, before a tier sees them, and no checksum can tell. vLLM tells a tier of
+    the first stage alone, so that stages are equal must be said; what can be known against it is looked at too.
+
+    Args:
+        config: vLLM's OffloadingConfig.
+        partition: VLLM_PP_LAYER_PARTITION, where it is set.
+        stated_equal: the tier key equal_pipeline_stages.
+
+    Raises:
+        ConfigError: stages differ, or nobody has said that they do not.
+    """
+    stages = config.parallel.pp_size
+    if stages == 1:
+        return
+    whose = f"pipeline_parallel_size={stages}"
+    if config.canonical_layout:
+        raise ConfigError(f"{whose} with canonical_layout: vLLM's canonical rows are those of one stage; leave it out")
+    if partition is not None and len({part.strip() for part in partition.split(",")}) > 1:
+        raise ConfigError(
+            f"{whose} with VLLM_PP_LAYER_PARTITION={partition!r}: vLLM's stages of different sizes write over one "
+            "another's rows in host memory; give every stage as many layers, or leave the tier out"
+        )
+    first, model = len({name for group in config.groups for name in group.layer_names}), _layers(config.model.name)
+    if model is not None and model != first * stages:
+        raise ConfigError(
+            f"{whose}: the first stage has {first} of the model's {model} layers; vLLM's stages of different sizes "
+            "write over one another's rows in host memory; give every stage as many layers, or leave the tier out"
+        )
+    if not stated_equal:
+        raise ConfigError(
+            f"{whose}: vLLM's stages must be of one size, or they write over one another's rows in host memory, and it "
+            "does not tell a tier whether they are. If every stage has as many layers of each kind, and none has a "
+            "draft model's besides, set the tier key equal_pipeline_stages to true"
+        )
+
+
+def _layers(model: str) -> int | None:
+    """How many layers of a model keep keys and values, where it is a local directory that says so."""
+    try:
+        return sum(each.num_layers for each in geometries_from_hf_config(model, tokens_per_block=1))
+    except LayoutError:
+        return None
 
 
 def namespace_of(

@@ -24,7 +24,7 @@ from kvxfer.integrations.vllm_config import TierConfig
 from kvxfer.integrations.vllm_deadline import Deadlines
 from kvxfer.integrations.vllm_journal import Journal, WatchedPolicy
 from kvxfer.integrations.vllm_metrics import Told, definitions
-from kvxfer.integrations.vllm_namespace import fingerprint_of, namespace_of
+from kvxfer.integrations.vllm_namespace import check_stages, fingerprint_of, namespace_of
 from kvxfer.layout import row_mapping
 from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
 from kvxfer.report import engine_reporter
@@ -108,6 +108,8 @@ class KvxferTier(SecondaryTierManager):
             raise ConfigError(f"{len(mine)} tiers of type {self.tier_type!r}: several drives are not built yet")
         row_bytes, self._view = _row_bytes(view), view
         vllm_config = spec.config
+        partition = compat.pipeline_partition()
+        check_stages(vllm_config, partition=partition, stated_equal=self.config.equal_pipeline_stages)
         namespace = namespace_of(
             vllm_config,
             row_bytes=row_bytes,
@@ -144,6 +146,8 @@ class KvxferTier(SecondaryTierManager):
                 self._events = []
             else:
                 engine_reporter.warn("events", "enable_kv_events is set, but vLLM's KV events are off: there are none")
+        self._stepped = False
+        self._ended = False  # a job has, since vLLM was told
         self._told = Told()
         self._told_at = -STATS_S
         self._closed = False
@@ -227,8 +231,12 @@ class KvxferTier(SecondaryTierManager):
         return ready
 
     def has_pending_work(self) -> bool:
-        """Whether there are jobs without a result that vLLM has taken."""
-        return bool(self._jobs or self._ready)
+        """Whether there are jobs without a result that vLLM has taken, or there was no step yet.
+
+        (vLLM asks for metrics with its steps alone: without one of its own accord, /metrics would have no series of the
+        tier before the first request.)
+        """
+        return bool(self._jobs or self._ready) or not self._stepped
 
     def _collect(self) -> None:
         """Turns the engine's results into vLLM's."""
@@ -246,6 +254,7 @@ class KvxferTier(SecondaryTierManager):
     def _finish(self, job_id: int, job: _Job, result: TransferResult | None) -> None:
         """A job has ended. None: it did not begin, or was given up."""
         del self._jobs[job_id]
+        self._ended = True
         complete = bool(result and result.bitmap.all())
         keys, missing = (job.keys, []) if complete else _split(job.keys, result)
         if not job.is_load:
@@ -322,6 +331,7 @@ class KvxferTier(SecondaryTierManager):
 
     def on_schedule_end(self, context: Any) -> None:
         """The end of a step."""
+        self._stepped = True
         if self._engine.digest != self._journal.digest and self._events is None:
             self._digest = self._journal.digest = self._engine.digest
         self._take_stored()
@@ -386,11 +396,14 @@ class KvxferTier(SecondaryTierManager):
         return definitions()
 
     def get_stats(self) -> Any | None:
-        """What has changed since the last call, at most every STATS_S."""
+        """What has changed since the last call: at most every STATS_S, and with the last job's end.
+
+        (vLLM may make no step after that, until the next request: what was not told would be missing until then.)
+        """
         now = time.monotonic()
-        if self._closed or now - self._told_at < STATS_S:
+        if self._closed or (now - self._told_at < STATS_S and (self._jobs or not self._ended)):
             return None
-        self._told_at = now
+        self._told_at, self._ended = now, False
         try:
             return self._told.news(self._engine.metrics())
         except Exception as exc:  # told with the next: they are totals

@@ -57,6 +57,7 @@ HIT, MISS = LookupResult.HIT, LookupResult.MISS
 TOKENS = 16
 TIER = {"type": "KvxferTier", "module_path": "kvxfer.integrations.vllm_tier"}
 KEYS = {"capacity_bytes": 64 << 20, "weights_fingerprint": "seed 0", "io_threads": 2, "shutdown_timeout_s": 1.0}
+KEYS |= {"equal_pipeline_stages": True}  # those of the tests that have stages are
 
 
 CONFIG_HAS_LAYOUT = "kv_cache_layout" in {field.name for field in dataclasses.fields(vllm_config.OffloadingConfig)}

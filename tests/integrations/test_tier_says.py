@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError, IOFault, KvxferError
+from kvxfer.observe import SERIES
 from kvxfer.testing import FaultyIO
 from tests.integrations import harness
 from tests.integrations.harness import HIT, MISS, KvxferTier, LookupResult, Rig, TieringOffloadingSpec, keys_of
@@ -41,6 +42,8 @@ ROW = 64 << 10
         ({"reset_on_drain": "yes"}, "reset_on_drain='yes' must be true or false"),
         ({"weights_fingerprint": None}, "weights_fingerprint is missing, and the model 'org/tiny' is not a local"),
         ({"weights_fingerprint": ""}, "weights_fingerprint=''"),
+        ({"vllm": {"pp": 2}, "equal_pipeline_stages": False}, "pipeline_parallel_size=2: vLLM's stages must be of one"),
+        ({"equal_pipeline_stages": 1}, "equal_pipeline_stages=1 must be true or false"),
         ({"capacity_bytes": 1}, "capacity_bytes=1"),
         ({"io_threads": 0}, "io_threads=0"),
         ({"io": "uring"}, "io='uring' must be one of auto, posix"),
@@ -172,8 +175,12 @@ def test_metrics_are_declared_and_add_up(tmp_root: Path) -> None:
         return set(stats.data["data"])
 
     with Rig(tmp_root) as rig:
-        first = take()
-        assert first == {name for name in declared if not name.endswith("_seconds")}  # at zero, from the start
+        assert rig.tier.has_pending_work()  # vLLM takes a first step, and asks with it
+        rig.step()
+        assert not rig.tier.has_pending_work()
+        assert take() == set(declared)  # at zero, from the start
+        assert set(total) == {(f"vllm:{one.name}", labels) for one in SERIES for labels in one.label_values}
+        assert not any(value for (name, _), value in total.items() if name.endswith(("_total", "_load_seconds")))
         assert rig.tier.get_stats() is None  # not with every step
         rig.fill()
         rig.store(range(N))
