@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.errors import ConfigError
+from kvxfer.integrations.vllm_deadline import MEASURED
 
 POLICIES = ("lru", "arc")
 _NOT_BUILT = {
@@ -35,7 +36,7 @@ class TierConfig:
     durability: str = "none"  # none: nothing is synced; what a crash of the machine took is a miss, never wrong bytes
     weights_fingerprint: str | None = None  # which weights; None: computed, where the model is a local directory
     deadline_s: float | None = None  # a load ends then with what has arrived
-    recompute_tokens_per_s: float | None = None  # and no later than recomputing its tokens would
+    recompute_tokens_per_s: float | str | None = None  # and no later than recomputing its tokens would; or "measured"
     reset_on_drain: bool = False  # a reset of vLLM's prefix cache makes all that is stored a miss
     drain_timeout_s: float = 60.0  # how long a drain waits for jobs before it cancels them
     enable_kv_events: bool = False  # where vLLM's KV events are on
@@ -51,6 +52,10 @@ class TierConfig:
         for name in ("deadline_s", "recompute_tokens_per_s", "drain_timeout_s"):
             value = getattr(self, name)
             if value is None and name != "drain_timeout_s":
+                continue
+            if name == "recompute_tokens_per_s" and isinstance(value, str):
+                if value != MEASURED:
+                    raise ConfigError(f"tier key {name}={value!r} must be a positive number or {MEASURED!r}")
                 continue
             if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"tier key {name}={value!r} must be a positive number")

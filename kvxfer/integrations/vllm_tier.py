@@ -9,7 +9,6 @@ the broad excepts: each answers as the worst of the storage would, and `_report`
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.integrations import vllm_compat as compat
 from kvxfer.integrations.vllm_compat import LookupResult, Medium, RequestOffloadingContext, SecondaryTierManager
 from kvxfer.integrations.vllm_config import TierConfig
+from kvxfer.integrations.vllm_deadline import Deadlines
 from kvxfer.integrations.vllm_journal import Journal, WatchedPolicy
 from kvxfer.integrations.vllm_metrics import Told, definitions
 from kvxfer.integrations.vllm_namespace import fingerprint_of, namespace_of
@@ -113,7 +113,8 @@ class KvxferTier(SecondaryTierManager):
             device=compat.device_type(),
             release=compat.vllm_release(),
         )
-        self._tokens = [group.tokens_per_block * vllm_config.cache.blocks_per_chunk for group in vllm_config.groups]
+        tokens = [group.tokens_per_block * vllm_config.cache.blocks_per_chunk for group in vllm_config.groups]
+        self._deadlines = Deadlines(self.config.deadline_s, self.config.recompute_tokens_per_s, tokens)
         self._journal = Journal()
         policy = _POLICIES[self.config.policy]
         self._store = Store.open(
@@ -148,10 +149,12 @@ class KvxferTier(SecondaryTierManager):
     def on_new_request(self, req_context: Any) -> Any:
         """Chunks of a request are stored as they come."""
         self._failed.setdefault(req_context.req_id, set())
+        self._deadlines.came(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         """What failed for it is forgotten."""
+        self._deadlines.left(req_context.req_id)
         failed = self._failed.pop(req_context.req_id, None)
         if failed:
             self._journal.forget(failed.difference(*self._failed.values()))
@@ -194,22 +197,22 @@ class KvxferTier(SecondaryTierManager):
         self._jobs[metadata.job_id] = job
         try:
             rows = compat.job_rows(metadata)
+            if self._deadlines.measuring:
+                self._measure(job)
             if is_load:
-                self._engine.submit_load(metadata.job_id, job.keys, rows, deadline=self._deadline(job.keys))
+                self._engine.submit_load(metadata.job_id, job.keys, rows, deadline=self._deadlines.of(job.keys))
             else:
                 self._engine.submit_store(metadata.job_id, job.keys, rows)
         except Exception as exc:  # the job was accepted: it has its one result, a failed one
             _report("load" if is_load else "store", exc)
             self._finish(metadata.job_id, job, None)
 
-    def _deadline(self, keys: tuple[bytes, ...]) -> float | None:
-        """When a load of these keys must end. Groups are of the same tokens: the longest counts."""
-        seconds = [] if self.config.deadline_s is None else [self.config.deadline_s]
-        if (rate := self.config.recompute_tokens_per_s) is not None:
-            counts = Counter(int.from_bytes(key[-4:], "big") for key in keys)
-            tokens = [n * self._tokens[group if group < len(self._tokens) else 0] for group, n in counts.items()]
-            seconds.append(max(tokens, default=0) / rate)
-        return time.monotonic() + min(seconds) if seconds else None
+    def _measure(self, job: _Job) -> None:
+        if job.is_load:
+            self._deadlines.loads(job.request)
+        else:
+            known = any(self._store.contains(self._engine.digest, key) for key in job.keys)
+            self._deadlines.offers(job.request, job.keys, known=known)
 
     def get_finished_jobs(self) -> list[Any]:
         """The results since the last call: of every job exactly one, of jobs that vLLM gave alone."""
