@@ -48,6 +48,8 @@ __all__ = [
     "Rig",
     "ScheduleEndContext",
     "TieringOffloadingSpec",
+    "KEYS",
+    "TIER",
     "key_of",
     "keys_of",
     "says_bytes",
@@ -149,7 +151,10 @@ def offloading_config(
 
 
 class Rig:
-    """A tier over a primary view of its own. Row i holds what `fill` gave it; chunk i is stored from row i."""
+    """A tier over a primary view of its own. Row i holds what `fill` gave it; chunk i is stored from row i.
+
+    `base` is the tier's configuration without `keys`; left out, that of KvxferTier over `root`.
+    """
 
     def __init__(
         self,
@@ -159,13 +164,14 @@ class Rig:
         row_bytes: int = 64 << 10,
         backpressure: dict[str, Any] | None = None,
         vllm: dict[str, Any] | None = None,
+        base: dict[str, Any] | None = None,
         **keys: Any,
     ) -> None:
         self.chunks, self.row_bytes = chunks, row_bytes
         self.memory = mmap.mmap(-1, chunks * row_bytes)
         self.rows: NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8).reshape(chunks, row_bytes)
         self.view = memoryview(self.rows.view(np.int8))
-        config = TIER | {"root_dir": str(root)} | KEYS | keys
+        config = (TIER | {"root_dir": str(root)} | KEYS if base is None else base) | keys
         config = {name: value for name, value in config.items() if value is not None}
         if backpressure is not None:
             config["backpressure"] = backpressure
@@ -262,6 +268,17 @@ class Rig:
     def lookups(self, numbers: Iterable[int], context: ReqContext) -> list[LookupResult]:
         """Each must answer at once: there is no second round."""
         return [self.tier.lookup(key, context) for key in keys_of(numbers)]
+
+    def settled(self, keys: Sequence[bytes], context: ReqContext, timeout: float = 20.0) -> list[LookupResult]:
+        """Of any tier: asked again with every step, as long as the answer is RETRY."""
+        end = time.monotonic() + timeout
+        while True:
+            answers = [self.tier.lookup(key, context) for key in keys]
+            if LookupResult.RETRY not in answers:
+                return answers
+            assert time.monotonic() < end, "lookups that never answer"
+            self.step()
+            time.sleep(0.001)
 
     # ---- behind everybody's back ---------------------------------------------------------------------------------
 
