@@ -276,7 +276,13 @@ class TierChild(ListeningChild):
 
     def stats(self) -> dict[str, Any]:
         stats = self.tier._store.stats()
-        return {"entries": stats.entries, "evicted": stats.evictions["capacity"], "epoch": stats.weight_epoch}
+        evicted = sum(stats.evictions.values())
+        return {
+            "entries": stats.entries,
+            "evicted": evicted,
+            "epoch": stats.weight_epoch,
+            "slab_errors": stats.slab_errors,
+        }
 
 
 def _read(place: tuple[Path, int, int]) -> bytes:

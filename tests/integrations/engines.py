@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROW_BYTES = 2 * 4 * 4 * 32 * 32 * 4  # of the tiny model: K and V, layers, heads, head_dim, tokens, float32
-# Some prompts: rows whose chunks are on their way to a tier cannot be had, and a prompt that gets no rows is not stored.
+# Some prompts: rows whose chunks are on their way to a tier cannot be had; a prompt that gets no rows is not stored.
 HOST_CHUNKS = 40
 TIER = {"type": "KvxferTier", "module_path": "kvxfer.integrations.vllm_tier"}
 KEYS = {"capacity_bytes": 256 << 20, "io_threads": 2}

@@ -101,13 +101,13 @@ def offloading_config(
     blocks_per_chunk: int = 1,
     agnostic: bool = True,
     canonical: bool = False,
-    layout: str = "LBHNC",
+    layout: str | None = "LBHNC",
     replicated: bool = False,
     events: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> Any:
     """What vLLM tells a tier of itself."""
-    if not CONFIG_HAS_LAYOUT:  # there the process has it
+    if not CONFIG_HAS_LAYOUT and layout is not None:  # there the process has it
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
         os.environ["VLLM_KV_CACHE_LAYOUT"] = {"LBHNC": "HND", "LBNHC": "NHD"}[layout]
@@ -153,7 +153,8 @@ def offloading_config(
 class Rig:
     """A tier over a primary view of its own. Row i holds what `fill` gave it; chunk i is stored from row i.
 
-    `base` is the tier's configuration without `keys`; left out, that of KvxferTier over `root`.
+    `base` is the tier's configuration without `keys`; left out, that of KvxferTier over `root`. `spec`: in the place
+    of vLLM's own.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Rig:
         backpressure: dict[str, Any] | None = None,
         vllm: dict[str, Any] | None = None,
         base: dict[str, Any] | None = None,
+        spec: Any = None,
         **keys: Any,
     ) -> None:
         self.chunks, self.row_bytes = chunks, row_bytes
@@ -176,7 +178,7 @@ class Rig:
         if backpressure is not None:
             config["backpressure"] = backpressure
         extra = {"cpu_bytes_to_use": chunks * row_bytes, "secondary_tiers": [config]}
-        self.spec = TieringOffloadingSpec(offloading_config(row_bytes, extra=extra, **(vllm or {})))
+        self.spec = spec or TieringOffloadingSpec(offloading_config(row_bytes, extra=extra, **(vllm or {})))
         self.tier: Any = SecondaryTierFactory.create_secondary_tier(config, self.view, self.spec)
         self.open: dict[int, TransferJob] = {}
         self.results: dict[int, JobResult] = {}

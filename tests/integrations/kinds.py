@@ -110,7 +110,8 @@ class Fs(Kind):
     @contextmanager
     def _on(self, op: str, before: Callable[[], None], release: Callable[[], None]) -> Iterator[Fault]:
         name = {"read": "batch_load_block", "write": "batch_store_block"}[op]
-        real, calls = getattr(fs_manager, name), []
+        real = getattr(fs_manager, name)
+        calls: list[None] = []
 
         def through(*arguments: Any) -> Any:
             calls.append(None)

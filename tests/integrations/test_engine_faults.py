@@ -37,19 +37,18 @@ def test_a_disk_that_is_full_costs_stores_and_nothing_else(
     where: Path, model: Path, answers: list[list[int]], tmp_path: Path
 ) -> None:
     steps: list[list[Any]] = []
-    for call in ("fallocate", "pwrite"):
-        steps += [["fault", "fail", call, {"errno": errno.ENOSPC}], ["run"], ["fill"], ["forget"], ["run"]]
-        steps += [["counters"], ["release"], ["forget"]]
-    steps += [["fill"], ["fill"], ["fill"], ["run"], ["fill"], ["run"], ["counters"]]  # the breaker opens and closes
+    for seed, call in enumerate(("fallocate", "pwrite")):
+        steps += [["fault", "fail", call, {"errno": errno.ENOSPC}], ["run", seed], ["fill"], ["forget", True]]
+        steps += [["run", seed], ["counters"], ["release"]]
+    steps += [["fill"], ["fill"], ["fill"], ["run", 2], ["fill"], ["run", 2], ["counters"]]  # the breaker closes again
     keys = {"breaker_cooldown_s": 0.1, "breaker_max_cooldown_s": 0.2}
     done = run_engine(where, with_tier(model, root_dir=str(tmp_path / "root"), **keys, **APART), *steps)
     runs = [each for each in done if "ids" in each]
-    assert [run["ids"] for run in runs] == [answers[0]] * 6
-    assert [run["cached"] for run in runs[:4]] == [0] * 4
-    assert runs[5]["cached"] == WHOLE
+    assert [run["ids"] for run in runs] == [answers[seed] for seed in (0, 0, 1, 1, 2, 2)]
+    assert [run["cached"] for run in runs] == [0, 0, 0, 0, 0, WHOLE]
     no_slab, no_write, end = (each["store"] for each in done if "store" in each)
     assert no_slab["no_space"] >= 12 and not no_slab["stored"]
-    assert no_write["io"] > 0 and not no_write["stored"]
+    assert no_write["io"] > no_slab["io"] and not no_write["stored"]
     assert end["stored"] >= 12
 
 
@@ -73,11 +72,12 @@ def test_a_file_system_that_is_smaller_than_was_said(
     steps: list[list[Any]] = []
     for seed in SEEDS[:4]:
         steps += [["run", seed], ["fill"], ["run", seed]]
-    done = run_engine(where, with_tier(model, root_dir=str(small_disk / "root"), **APART), *steps, ["counters"])
+    setup = with_tier(model, root_dir=str(small_disk / "root"), **APART)
+    *done, stats = run_engine(where, setup, *steps, ["counters"], ["stats"])
     runs = [each for each in done if "ids" in each]
     assert [run["ids"] for run in runs] == [answers[seed] for seed in SEEDS[:4] for _ in range(2)]
-    store = done[-1]["store"]
-    assert store["stored"] > 0 and store["no_space"] + store["io"] + store["breaker"] > 0
+    assert stats["slab_errors"] > 0  # it has met the end of the disk, and makes room in what it has
+    assert done[-1]["store"]["stored"] > stats["entries"] > 0 and stats["evicted"] > 0
     assert disk_bytes(small_disk) <= 3 << 20
 
 
@@ -102,25 +102,25 @@ def test_eight_chunks_of_room_for_a_hundred(where: Path, model: Path, answers: l
 def test_what_is_being_loaded_is_not_evicted_or_is_a_miss(
     where: Path, model: Path, answers: list[list[int]], tmp_path: Path
 ) -> None:
-    """Room for 26 chunks; slow reads of two prompts' chunks, while two others are computed and stored."""
+    """Room for 26 chunks; slow reads of one prompt's chunks, while two others are computed and stored."""
     room = {"capacity_bytes": 6 << 20, "index_map_bytes": 1 << 20, "slab_bytes": 4096 + 13 * SLOT_BYTES}
     steps = [
-        ["run", 0], ["run", 1], ["drain"], ["forget", True], ["stats"],
+        ["run", 0], ["run", 1], ["run", 0], ["drain"], ["forget", True], ["stats"],
         ["fault", "delay", "pread", {"seconds": 0.15}],
-        ["many", [0, 2, 1, 3]], ["drain"], ["release"], ["stats"], ["counters"],
-        ["forget", True], ["many", [3, 2, 1, 0]], ["stats"],
+        ["many", [0, 2, 3]], ["drain"], ["release"], ["stats"], ["counters"],
+        ["forget", True], ["many", [3, 2, 1, 0]], ["counters"],
     ]  # fmt: skip
     arguments = {"num_gpu_blocks_override": 60}
     setup = with_tier(model, root_dir=str(tmp_path / "root"), extra={"chunks": 50}, arguments=arguments, **room)
     done = run_engine(where, setup, *steps)
     first, second = (each for each in done if "all" in each)
-    assert first["all"] == [answers[seed] for seed in (0, 2, 1, 3)]
+    assert first["all"] == [answers[seed] for seed in (0, 2, 3)] and first["cached"] == [WHOLE, 0, 0]
     assert second["all"] == [answers[seed] for seed in (3, 2, 1, 0)]
-    before, after, _ = (each for each in done if "entries" in each)
+    before, after = (each for each in done if "entries" in each)
     assert before["entries"] == 24 and after["evicted"] > before["evicted"]
-    load = next(each for each in done if "load" in each)["load"]
-    assert load["hit"] >= 12 and max(first["cached"]) == WHOLE
-    assert not any(load[why] for why in ("bad_sum", "foreign", "truncated", "bad_trailer"))
+    for load in (each["load"] for each in done if "load" in each):
+        assert load["hit"] >= 12
+        assert not any(load[why] for why in ("bad_sum", "foreign", "truncated", "bad_trailer"))
 
 
 def test_two_engines_share_a_root(where: Path, model: Path, answers: list[list[int]], tmp_path: Path) -> None:
@@ -129,11 +129,10 @@ def test_two_engines_share_a_root(where: Path, model: Path, answers: list[list[i
     setup = with_tier(model, root_dir=str(tmp_path / "root"))
 
     def steps(name: str, other: str, seeds: list[int], others: list[int]) -> list[list[Any]]:
-        signal_, wait = ["signal", str(tmp_path / name)], ["wait_for", str(tmp_path / other)]
-        out = [["signal", str(tmp_path / f"{name} is up")], ["wait_for", str(tmp_path / f"{other} is up")]]
-        out += [["run", seed] for seed in seeds]
-        out += [["fill"], signal_, wait]
-        return out + [["run", seed] for seed in others] + [["counters"], *(["run", seed] for seed in seeds)]
+        out: list[list[Any]] = [["signal", str(tmp_path / f"{name} is up")]]
+        out += [["wait_for", str(tmp_path / f"{other} is up")], *(["run", seed] for seed in seeds), ["fill"]]
+        out += [["signal", str(tmp_path / name)], ["wait_for", str(tmp_path / other)]]
+        return [*out, *(["run", seed] for seed in others), ["counters"], *(["run", seed] for seed in seeds)]
 
     one, other = run_engines(
         where, (setup, steps("one", "other", mine, its)), (setup, steps("other", "one", its, mine))

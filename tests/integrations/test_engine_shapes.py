@@ -28,7 +28,7 @@ def answers(where: Path, model: Path) -> list[dict[str, Any]]:
 def test_preemption_and_stored_output(where: Path, model: Path, answers: list[dict[str, Any]], tmp_path: Path) -> None:
     many, short, dialogue, follow = answers
     extra = {"offload_prompt_only": False, "chunks": 40}
-    arguments = {"num_gpu_blocks_override": 20}
+    arguments = {"num_gpu_blocks_override": 20, "max_model_len": 600}
     setup = with_tier(model, root_dir=str(tmp_path / "root"), extra=extra, arguments=arguments)
     steps = [
         ["many", FOUR, 128, 160], ["told"], ["drain"], ["forget", True], ["many", FOUR, 128, 160], ["drain"],
@@ -51,20 +51,15 @@ def test_preemption_and_stored_output(where: Path, model: Path, answers: list[di
 def test_chunks_of_four_blocks(
     where: Path, model: Path, answers: list[dict[str, Any]], plain: list[int], tmp_path: Path
 ) -> None:
-    extra = {"blocks_per_chunk": 4, "chunks": 56}
+    extra = {"blocks_per_chunk": 4, "chunks": 160}
     keys = {"slab_bytes": 4096 + 4 * ROW_BYTES + 4096}
-    steps: list[list[Any]] = [
-        ["run"],
-        ["fill"],
-        ["places"],
-        ["run"],
-        ["many", FOUR],
-        ["fill"],
-        ["many", FOUR],
-        ["counters"],
-    ]
-    setup = with_tier(model, root_dir=str(tmp_path / "root"), extra=extra, **keys)
-    cold, _, places, hit, first, _, second, counters = run_engine(where, setup, *steps)
+    arguments = {"num_gpu_blocks_override": 80}
+    steps = [
+        ["run"], ["fill"], ["forget", True], ["run"], ["places"],
+        ["many", FOUR], ["fill"], ["forget", True], ["many", FOUR], ["counters"],
+    ]  # fmt: skip
+    setup = with_tier(model, root_dir=str(tmp_path / "root"), extra=extra, arguments=arguments, **keys)
+    cold, _, _, hit, places, first, _, _, second, counters = run_engine(where, setup, *steps)
     assert (cold["cached"], cold["ids"]) == (0, plain) and (hit["cached"], hit["ids"]) == (WHOLE, plain)
     assert first["all"] == second["all"] == answers[1]["all"] and second["cached"] == [WHOLE] * 4
     assert counters["load"]["hit"] == 3 + 4 * 3
@@ -75,7 +70,8 @@ def test_chunks_of_four_blocks(
         last = file.read(1)[0]
         file.seek(offset + size - 1)
         file.write(bytes([last ^ 1]))
-    damaged, counters, _, again = run_engine(where, setup, ["run"], ["counters"], ["fill"], ["run"])
+    steps = [["run"], ["counters"], ["fill"], ["forget", True], ["run"]]
+    damaged, counters, _, _, again = run_engine(where, setup, *steps)
     assert (damaged["cached"], damaged["ids"]) == (4 * 32, plain) and (again["cached"], again["ids"]) == (WHOLE, plain)
     assert (counters["load"]["hit"], counters["load"]["bad_sum"]) == (2, 1)
 
