@@ -157,7 +157,9 @@ class ListeningChild(Child):
         super().__init__(setup)
         self.chain: list[bytes] = []  # prompt 0's keys, in order
         self.runs = -1  # which prompt
-        self.stored: list[bytes] = []  # keys as they were handed over
+        self.stored: list[bytes] = []  # keys as they were handed over, in whatever order
+        extra = (setup.get("transfer") or {}).get("kv_connector_extra_config", {})
+        self.whole = 12 // extra.get("blocks_per_chunk", 1)  # chunks of a prompt
         self.manager = self.scheduler.connector.connector_scheduler.manager
         (self.tier,) = self.manager.secondary_tiers
         self._load, self.tier.submit_load = self.tier.submit_load, self.submit_load
@@ -165,13 +167,15 @@ class ListeningChild(Child):
 
     def submit_load(self, job: Any) -> None:
         """Listens: prompt 0's first whole load has the chain."""
-        if len(job.keys) == 12 and not self.chain and not self.runs:
+        if len(job.keys) == self.whole and not self.chain and not self.runs:
             self.chain = list(job.keys)
         self._load(job)
 
     def run(self, seed: int = 0, tokens: int = PROMPT_TOKENS, more: int = 8) -> dict[str, Any]:
         self.runs = seed
-        return super().run(seed, tokens, more)
+        result = super().run(seed, tokens, more)
+        self.runs = -1
+        return result
 
     def submit_store(self, job: Any) -> None:
         self.stored += job.keys
@@ -188,8 +192,8 @@ class ListeningChild(Child):
         raise NotImplementedError
 
     def places(self) -> dict[str, Any]:
-        """Of the chain, as the first stores have it where nothing was loaded yet."""
-        places = [self.place(key) for key in self.chain or self.stored[:12]]
+        """Of the chain, which must have been loaded."""
+        places = [self.place(key) for key in self.chain]
         return {"places": [(str(path), offset, size) for path, offset, size in places]}
 
     def damage(self, how: str, numbers: list[int]) -> dict[str, Any]:
