@@ -34,21 +34,23 @@ def disk_bytes(root: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("call", "word", "slabs"), [("fallocate", "no_space", APART), ("pwrite", "io", {})], ids=["no slab", "no write"]
+    ("call", "word", "seeds"), [("fallocate", "no_space", []), ("pwrite", "io", [2])], ids=["no slab", "no write"]
 )
 def test_a_disk_that_is_full_costs_stores_and_nothing_else(
-    where: Path, model: Path, answers: list[list[int]], tmp_path: Path, call: str, word: str, slabs: dict[str, Any]
+    where: Path, model: Path, answers: list[list[int]], tmp_path: Path, call: str, word: str, seeds: list[int]
 ) -> None:
-    steps: list[list[Any]] = [["run", 2], ["fill"], ["counters"], ["fault", "fail", call, {"errno": errno.ENOSPC}]]
+    """`seeds` were stored before, so that there is a slab whose slots can be written, or not."""
+    steps: list[list[Any]] = [["run", seed] for seed in seeds]
+    steps += [["fill"] for _ in seeds] + [["counters"], ["fault", "fail", call, {"errno": errno.ENOSPC}]]
     steps += [["run", 0], ["fill"], ["forget", True], ["run", 0], ["counters"], ["release"]]
     steps += [["fill"], ["fill"], ["fill"], ["run", 1], ["fill"], ["run", 1], ["counters"]]  # the breaker closes again
     keys = {"breaker_cooldown_s": 0.1, "breaker_max_cooldown_s": 0.2}
-    done = run_engine(where, with_tier(model, root_dir=str(tmp_path / "root"), **keys, **slabs), *steps)
+    done = run_engine(where, with_tier(model, root_dir=str(tmp_path / "root"), **keys), *steps)
     runs = [each for each in done if "ids" in each]
-    assert [run["ids"] for run in runs] == [answers[seed] for seed in (2, 0, 0, 1, 1)]
-    assert [run["cached"] for run in runs] == [0, 0, 0, 0, WHOLE]
+    assert [run["ids"] for run in runs] == [answers[seed] for seed in (*seeds, 0, 0, 1, 1)]
+    assert [run["cached"] for run in runs[len(seeds) :]] == [0, 0, 0, WHOLE]
     before, full, end = (each["store"] for each in done if "store" in each)
-    assert before["stored"] >= 12 and full["stored"] == before["stored"]
+    assert full["stored"] == before["stored"] and (before["stored"] >= 12) == bool(seeds)
     assert before[word] == 0 and full[word] > 0
     assert end["stored"] >= full["stored"] + 12
 
