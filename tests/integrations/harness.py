@@ -48,6 +48,8 @@ __all__ = [
     "Rig",
     "ScheduleEndContext",
     "TieringOffloadingSpec",
+    "KEYS",
+    "TIER",
     "key_of",
     "keys_of",
     "says_bytes",
@@ -100,13 +102,13 @@ def offloading_config(
     blocks_per_chunk: int = 1,
     agnostic: bool = True,
     canonical: bool = False,
-    layout: str = "LBHNC",
+    layout: str | None = "LBHNC",
     replicated: bool = False,
     events: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> Any:
     """What vLLM tells a tier of itself."""
-    if not CONFIG_HAS_LAYOUT:  # there the process has it
+    if not CONFIG_HAS_LAYOUT and layout is not None:  # there the process has it
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
         os.environ["VLLM_KV_CACHE_LAYOUT"] = {"LBHNC": "HND", "LBNHC": "NHD"}[layout]
@@ -150,7 +152,11 @@ def offloading_config(
 
 
 class Rig:
-    """A tier over a primary view of its own. Row i holds what `fill` gave it; chunk i is stored from row i."""
+    """A tier over a primary view of its own. Row i holds what `fill` gave it; chunk i is stored from row i.
+
+    `base` is the tier's configuration without `keys`; left out, that of KvxferTier over `root`. `spec`: in the place
+    of vLLM's own.
+    """
 
     def __init__(
         self,
@@ -160,18 +166,20 @@ class Rig:
         row_bytes: int = 64 << 10,
         backpressure: dict[str, Any] | None = None,
         vllm: dict[str, Any] | None = None,
+        base: dict[str, Any] | None = None,
+        spec: Any = None,
         **keys: Any,
     ) -> None:
         self.chunks, self.row_bytes = chunks, row_bytes
         self.memory = mmap.mmap(-1, chunks * row_bytes)
         self.rows: NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8).reshape(chunks, row_bytes)
         self.view = memoryview(self.rows.view(np.int8))
-        config = TIER | {"root_dir": str(root)} | KEYS | keys
+        config = (TIER | {"root_dir": str(root)} | KEYS if base is None else base) | keys
         config = {name: value for name, value in config.items() if value is not None}
         if backpressure is not None:
             config["backpressure"] = backpressure
         extra = {"cpu_bytes_to_use": chunks * row_bytes, "secondary_tiers": [config]}
-        self.spec = TieringOffloadingSpec(offloading_config(row_bytes, extra=extra, **(vllm or {})))
+        self.spec = spec or TieringOffloadingSpec(offloading_config(row_bytes, extra=extra, **(vllm or {})))
         self.tier: Any = SecondaryTierFactory.create_secondary_tier(config, self.view, self.spec)
         self.open: dict[int, TransferJob] = {}
         self.results: dict[int, JobResult] = {}
@@ -263,6 +271,17 @@ class Rig:
     def lookups(self, numbers: Iterable[int], context: ReqContext) -> list[LookupResult]:
         """Each must answer at once: there is no second round."""
         return [self.tier.lookup(key, context) for key in keys_of(numbers)]
+
+    def settled(self, keys: Sequence[bytes], context: ReqContext, timeout: float = 20.0) -> list[LookupResult]:
+        """Of any tier: asked again with every step, as long as the answer is RETRY."""
+        end = time.monotonic() + timeout
+        while True:
+            answers = [self.tier.lookup(key, context) for key in keys]
+            if LookupResult.RETRY not in answers:
+                return answers
+            assert time.monotonic() < end, "lookups that never answer"
+            self.step()
+            time.sleep(0.001)
 
     # ---- behind everybody's back ---------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,24 @@ def test_a_local_model_names_its_weights_itself(tmp_path: Path) -> None:
     (model / "config.json").write_text('{"rope_theta": 2}')
     with Rig(tmp_path / "root", weights_fingerprint=None, vllm=vllm) as rig:
         assert rig.lookups([0], rig.request("a")) == [MISS]
+
+
+@pytest.mark.skipif(
+    not harness.CONFIG_HAS_LAYOUT, reason="this vLLM's configuration has no layout that could be left out"
+)
+def test_a_spec_may_say_as_little_as_programs_that_drive_tiers_themselves_do(tmp_root: Path) -> None:
+    spec = SimpleNamespace(
+        config=harness.offloading_config(ROW, layout=None),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
+    )
+    with Rig(tmp_root, spec=spec) as rig:
+        want = rig.fill()
+        assert rig.store(range(N)).success
+        rig.poison()
+        request = rig.request("a")
+        assert rig.lookups(range(N), request) == [HIT] * N
+        assert rig.load(range(N), request).success
+        rig.check(want, range(N))
 
 
 # ---- namespaces ------------------------------------------------------------------------------------------------
