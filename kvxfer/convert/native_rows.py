@@ -21,7 +21,7 @@ from kvxfer.rows import RowMapping
 
 __all__ = ["ROW_RUN_DTYPE", "RowMemory", "RowPlan", "gather_rows", "scatter_rows"]
 
-ROW_RUN_DTYPE = np.dtype([(name, np.uint64) for name, _ in _native.RowRun._fields_])
+ROW_RUN_DTYPE = np.dtype([(field[0], np.uint64) for field in _native.RowRun._fields_])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
