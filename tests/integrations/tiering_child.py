@@ -1,7 +1,8 @@
-"""engine_child's process with KvxferTieringSpec, whatever tiers are below it. Steps, besides those of `Child`:
+"""engine_child's process with KvxferTieringSpec, or another spec of its kind, whatever tiers are below it.
 
-together SEEDS (all prompts at once), fill (as Child's; then what every tier has under way is done), worker (what moves
-the rows), loaded and stored (bytes and jobs of this server's workers so far).
+Steps, besides those of `Child`: together SEEDS [TOKENS [MORE]] (prompts at once, each so long, and so many tokens after
+it), fill (as Child's; then what every tier has under way is done), worker (which class moves the rows; of an engine in
+one process), moved (bytes that it moved, as vLLM counts them).
 """
 
 from __future__ import annotations
@@ -11,26 +12,30 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from tests.integrations.engine_child import Child, prompt
+from tests.integrations.engine_child import PROMPT_TOKENS, Child, prompt
 
 
-class TieringChild(Child):
+class TogetherChild(Child):
+    """Prompts at once, with or without offloading."""
+
+    def together(self, seeds: list[int], tokens: int = PROMPT_TOKENS, more: int = 8) -> dict[str, Any]:
+        outputs = self.llm.generate(
+            [prompt(seed, tokens) for seed in seeds],
+            SamplingParams(temperature=0.0, max_tokens=more, ignore_eos=True, detokenize=False),
+            use_tqdm=False,
+        )
+        return {
+            "all": [list(output.outputs[0].token_ids) for output in outputs],
+            "hits": [output.num_cached_tokens for output in outputs],
+        }
+
+
+class TieringChild(TogetherChild):
     """With the tiering spec."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         super().__init__(setup)
         self.manager = self.scheduler.connector.connector_scheduler.manager
-
-    def together(self, seeds: list[int]) -> dict[str, Any]:
-        outputs = self.llm.generate(
-            [prompt(seed) for seed in seeds],
-            SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False),
-            use_tqdm=False,
-        )
-        return {
-            "all": [list(output.outputs[0].token_ids) for output in outputs],
-            "cached": [output.num_cached_tokens for output in outputs],
-        }
 
     def fill(self) -> dict[str, Any]:
         super().fill()
@@ -39,21 +44,17 @@ class TieringChild(Child):
         return {}
 
     def worker(self) -> dict[str, Any]:
-        """Of an engine in one process."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         worker = get_kv_transfer_group().connector_worker.worker
-        return {"module": type(worker).__module__, "name": type(worker).__name__}
+        return {"worker": f"{type(worker).__module__}.{type(worker).__name__}"}
 
     def moved(self) -> dict[str, Any]:
-        """Bytes by direction, as vLLM counts what its worker says."""
         self.run(99)  # vLLM is told with its steps
-        found: dict[str, float] = {}
-        for metric in self.llm.get_metrics():
-            if "kv_offload" in metric.name and hasattr(metric, "value"):
-                labels = ",".join(v for k, v in sorted(metric.labels.items()) if k not in ("model_name", "engine"))
-                found[f"{metric.name}{{{labels}}}"] = metric.value
-        return found
+        return {
+            direction: sum(m.value for m in self.llm.get_metrics() if m.name == f"vllm:kv_offload_{direction}_bytes")
+            for direction in ("load", "store")
+        }
 
     def shutdown(self) -> dict[str, Any]:
         region = self.manager.primary_tier._mmap_region.mmap_path
