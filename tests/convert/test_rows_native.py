@@ -69,9 +69,10 @@ def int64(*numbers: int) -> NDArray[np.int64]:
 
 
 def by_hand(
-    groups: list[RowMapping], tensors: list[list[Bytes]], rows: Bytes, ids: Any, pages: Any, counts: Any, store: bool
+    groups: list[RowMapping], tensors: list[list[Bytes]], rows: Bytes, job: tuple[Any, Any, Any], *, store: bool
 ) -> int:
     """The same copies, a byte range at a time. Returns their bytes."""
+    ids, pages, counts = job
     total, first = 0, 0
     for mapping, mine, count in zip(groups, tensors, counts, strict=True):
         for block, page in zip(ids[first : first + count], pages[first : first + count], strict=True):
@@ -96,14 +97,14 @@ def both_ways(groups: list[RowMapping], tensors: list[list[Bytes]], rows: Bytes,
     """Gather and scatter are what is done by hand, bytes that are counted and bytes that nobody named included."""
     plan = RowPlan(groups, tensors, RowMemory.of(rows))
     want = rows.copy()
-    nbytes = by_hand(groups, tensors, want, *job, store=True)
+    nbytes = by_hand(groups, tensors, want, job, store=True)
     assert plan.gather(*job, threads=threads) == nbytes
     assert_same(rows, want, "rows")
     distinct = {id(tensor): tensor for mine in tensors for tensor in mine}
     for tensor in distinct.values():
         tensor.fill(POISON)
     expected = {key: tensor.copy() for key, tensor in distinct.items()}
-    nbytes = by_hand(groups, [[expected[id(t)] for t in mine] for mine in tensors], rows, *job, store=False)
+    nbytes = by_hand(groups, [[expected[id(t)] for t in mine] for mine in tensors], rows, job, store=False)
     assert plan.scatter(*job, threads=threads) == nbytes
     for number, (key, tensor) in enumerate(distinct.items()):
         assert_same(tensor, expected[key], f"tensor {number}")
@@ -145,11 +146,12 @@ def test_any_plan_copies_what_is_copied_by_hand(data: st.DataObject) -> None:
             order = draw(st.permutations(range(len(sizes))))
             counts = [draw(st.integers(1, 4)) for _ in sizes]
             starts = np.cumsum([0, *(s * c for s, c in zip(sizes, counts, strict=True))])
-            far, runs = 0, [None] * len(sizes)
+            far, placed = 0, {}
             for index in order:  # the canonical side has gaps
                 gap = draw(st.integers(0, 70))
-                runs[index] = run(int(starts[index]), far, sizes[index], counts[index], 0, sizes[index] + gap)
+                placed[index] = run(int(starts[index]), far, sizes[index], counts[index], 0, sizes[index] + gap)
                 far += (sizes[index] + gap) * counts[index]
+            runs = [placed[index] for index in range(len(sizes))]
             page, padding, offset = int(starts[-1]), draw(st.integers(0, 9)), draw(st.integers(0, 9))
             writers = draw(st.integers(1, 3))
             cells.append(
@@ -345,7 +347,7 @@ def test_tensors_whose_bytes_are_apart_are_refused() -> None:
 
 
 def test_a_closed_plan_lets_go_of_its_memory_and_takes_no_job() -> None:
-    class Held(np.ndarray):  # type: ignore[type-arg]
+    class Held(np.ndarray):
         """An array that can be referred to weakly."""
 
     tensor: Any = noise(4 * 8).view(Held)

@@ -76,7 +76,7 @@ def plan() -> Plan:
 
 @pytest.fixture
 def copier(plan: Plan) -> Iterator[RowCopier]:
-    copier = RowCopier(plan)  # type: ignore[arg-type]
+    copier = RowCopier(plan)
     yield copier
     plan.may_copy.set()
     assert copier.close(LONG)
@@ -224,7 +224,7 @@ def test_jobs_that_cannot_be_are_refused_before_they_are_accepted(plan: Plan, co
 
 
 def test_close_ends_the_job_under_way_and_fails_those_not_begun(plan: Plan) -> None:
-    copier = RowCopier(plan)  # type: ignore[arg-type]
+    copier = RowCopier(plan)
     for number in range(3):
         copier.submit(store(number, [number], [number]))
     assert plan.copying.wait(LONG)

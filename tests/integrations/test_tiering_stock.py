@@ -95,7 +95,7 @@ class Rank:
         from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
         class OnDevice(torch.Tensor):
-            is_cuda = True  # type: ignore[assignment]
+            is_cuda = True
 
         rng = np.random.default_rng(seed)
         noise = [rng.integers(-128, 128, size=(NUM_BLOCKS, sum(layer)), dtype=np.int8) for layer in layers]
