@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from tests.integrations.engines import KEYS, ROW_BYTES, TIER, WHOLE, environment, run_engine, tiering
+from tests.integrations.test_tiering_docs import pasted
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-OURS = {"spec_name": "KvxferTieringSpec", "spec_module_path": "kvxfer.integrations.vllm_tiering"}
+OURS = {key: pasted()["kv_connector_extra_config"][key] for key in ("spec_name", "spec_module_path")}
 WORKER = "kvxfer.integrations.vllm_worker.KvxferOffloadingWorker"
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 CANONICAL = {"canonical_layout": True}
@@ -71,8 +72,13 @@ def hits_after_everything_was_forgotten(where: Path, one: dict[str, Any], plains
 
 @pytest.fixture(scope="module")
 def canonical_root(where: Path, model: Path, plains: dict[int, list[int]], roots: Path) -> Path:
-    """Filled by one rank."""
-    hits_after_everything_was_forgotten(where, setup(model, kvxfer_tier(roots / "canonical"), **CANONICAL), plains)
+    """Filled by one rank, with the configuration that docs/vllm.md prints, but for its sizes and places."""
+    one, config = setup(model, **CANONICAL), pasted()
+    extra = config["kv_connector_extra_config"]
+    extra["cpu_bytes_to_use"] = one["transfer"]["kv_connector_extra_config"]["cpu_bytes_to_use"]
+    (tier,) = extra["secondary_tiers"]
+    tier |= KEYS | {"root_dir": str(roots / "canonical")}
+    hits_after_everything_was_forgotten(where, one | {"transfer": config}, plains)
     return roots / "canonical"
 
 

@@ -159,8 +159,9 @@ class Server:
     def close(self) -> None:
         for worker in [*self.mine, *self.theirs]:
             worker.shutdown()
-        for region in itertools.chain(*self.regions):
-            assert region.mmap_obj is None and not os.path.exists(region.mmap_path)
+        for mine, theirs in self.regions:
+            assert mine.mmap_obj is None  # it could be unmapped: nobody refers to it
+            assert not any(os.path.exists(region.mmap_path) for region in (mine, theirs))
 
 
 @contextlib.contextmanager
