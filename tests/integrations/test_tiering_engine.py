@@ -19,7 +19,10 @@ WORKER = "kvxfer.integrations.vllm_worker.KvxferOffloadingWorker"
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 CANONICAL = {"canonical_layout": True}
 ROWS = 64  # of the host tier: what is under way to the drive leaves room for a prompt, and `fill` fills it
-FEW = {"num_gpu_blocks_override": 20}  # so that four requests of nine blocks each push one another out
+FEW = {
+    "num_gpu_blocks_override": 20,
+    "max_model_len": 512,
+}  # so that four requests of nine blocks each push one another out
 SEEDS = [0, 50, 51, 52]  # prompts
 
 
@@ -173,7 +176,9 @@ def test_preempted_requests(where: Path, model: Path, tmp_path: Path, layout: di
     one = setup(model, kvxfer_tier(tmp_path / "root"), arguments=FEW, offload_prompt_only=False, **layout)
     first, second, moved = run_engine(where, one, ask, ask, ["moved"])
     assert first["all"] == second["all"] == want["all"]
-    assert moved["load"] > 0 and moved["store"] > 0
+    assert second["hits"] == [128] * 4
+    assert moved["preempted"] > 0 and moved["store"] > 0
+    assert moved["load"] >= 4 * 4 * ROW_BYTES  # the prompts' blocks, the second time
 
 
 def start_fails(where: Path, one: dict[str, Any], **environ: str) -> str:

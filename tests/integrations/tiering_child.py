@@ -2,7 +2,7 @@
 
 Steps, besides those of `Child`: together SEEDS [TOKENS [MORE]] (prompts at once, each so long, and so many tokens after
 it), fill (as Child's; then what every tier has under way is done), worker (which class moves the rows; of an engine in
-one process), moved (bytes that it moved, as vLLM counts them).
+one process), moved (bytes that it moved, and requests that were preempted, as vLLM counts them).
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ class TieringChild(TogetherChild):
 
     def moved(self) -> dict[str, Any]:
         self.run(99)  # vLLM is told with its steps
-        return {
-            direction: sum(m.value for m in self.llm.get_metrics() if m.name == f"vllm:kv_offload_{direction}_bytes")
-            for direction in ("load", "store")
-        }
+        names = {"load": "kv_offload_load_bytes", "store": "kv_offload_store_bytes", "preempted": "num_preemptions"}
+        found = self.llm.get_metrics()
+        return {key: sum(m.value for m in found if m.name == f"vllm:{name}") for key, name in names.items()}
 
     def shutdown(self) -> dict[str, Any]:
         region = self.manager.primary_tier._mmap_region.mmap_path
