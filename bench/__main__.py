@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench import converter, engine, lookup, policy, resident, sharing, tier, ttft
+from bench import converter, engine, lookup, policy, resident, rows, sharing, tier, ttft
 from bench.options import MIB, Options
 from bench.table import Table, exit_status, machine_facts
 from kvxfer.errors import KvxferError
@@ -18,6 +18,7 @@ MEMORY_DIRECTORY = Path("/dev/shm")
 QUICK_RUNS, FULL_RUNS = 5, 15
 ROOMS = {
     "converter": converter.run,
+    "rows": rows.run,
     "engine": engine.run,
     "policy": policy.run,
     "lookup": lookup.run,

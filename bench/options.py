@@ -16,7 +16,7 @@ MIB = 1 << 20
 class Options:
     """Sizes in bytes."""
 
-    only: str | None = None  # converter | engine | policy | lookup | resident
+    only: str | None = None  # converter | rows | engine | policy | lookup | resident
     dirs: tuple[Path, ...] = ()  # where the engine's rows are measured; the last one is for what no disk matters to
     quick: bool = False  # fewer cases and rounds
     runs: int = 15  # timed rounds of a case

@@ -26,9 +26,10 @@ size_t kvx_struct_size(const char *name) {
     size_t size;
   } kSizes[] = {
 #define KVX_SIZE(type) {#type, sizeof(type)}
-      KVX_SIZE(kvx_fault),  KVX_SIZE(kvx_slot_layout),   KVX_SIZE(kvx_trailer), KVX_SIZE(kvx_tensor),
-      KVX_SIZE(kvx_run),    KVX_SIZE(kvx_engine_config), KVX_SIZE(kvx_chunk),   KVX_SIZE(kvx_job),
-      KVX_SIZE(kvx_result), KVX_SIZE(kvx_chunk_error),   KVX_SIZE(kvx_stats),
+      KVX_SIZE(kvx_fault),    KVX_SIZE(kvx_slot_layout),   KVX_SIZE(kvx_trailer), KVX_SIZE(kvx_tensor),
+      KVX_SIZE(kvx_run),      KVX_SIZE(kvx_engine_config), KVX_SIZE(kvx_chunk),   KVX_SIZE(kvx_job),
+      KVX_SIZE(kvx_result),   KVX_SIZE(kvx_chunk_error),   KVX_SIZE(kvx_stats),   KVX_SIZE(kvx_row_run),
+      KVX_SIZE(kvx_row_cell),
 #undef KVX_SIZE
   };
   if (name == nullptr) return 0;

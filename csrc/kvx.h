@@ -356,6 +356,56 @@ typedef struct kvx_stats {
 } kvx_stats;
 KVX_API void kvx_engine_stats(kvx_engine *engine, kvx_stats *out);
 
+/* ---- 7. Host rows that ranks share byte by byte ------------------------------------------- */
+
+/* Pages <-> rows in host memory (kvxfer/rows.py): a row is a chunk, and has for each tensor a cell with the
+ * canonical pages of the chunk's blocks side by side. Nothing is summed.
+ *
+ * For f in [0, num_fragments), block b of a tensor and page p = row * blocks_per_chunk + position:
+ *   local      tensor_base + b * block_stride + local_offset + f * local_stride, fragment_size bytes
+ *   canonical  cell_base + row * row_stride + position * page_stride + canonical_offset + f *
+ * canonical_stride */
+typedef struct kvx_row_run {
+  uint64_t local_offset;
+  uint64_t canonical_offset;
+  uint64_t fragment_size;
+  uint64_t num_fragments;
+  uint64_t local_stride;
+  uint64_t canonical_stride;
+} kvx_row_run;
+
+/* A tensor of a group, and its cell. */
+typedef struct kvx_row_cell {
+  uint64_t tensor_base; /* address of block 0's page */
+  uint64_t block_stride;
+  uint64_t num_blocks;
+  uint64_t local_bytes; /* of a page: its runs end within them */
+  uint64_t cell_base;   /* address of the cell in row 0 */
+  uint64_t page_stride; /* bytes of a canonical page's place in the cell: its runs end within them */
+  uint32_t first_run;   /* [first_run, first_run + num_runs) of the plan's */
+  uint32_t num_runs;
+  uint32_t num_writers;  /* ranks that hold these bytes; a gather copies page p where p % num_writers ... */
+  uint32_t writer_index; /* ... is this */
+} kvx_row_cell;
+
+/* Which byte is which, for all groups of a rank, over live memory that the caller keeps. Immutable.
+ * `group_cells` [num_groups]: how many of `cells`, in order, are of each group. -EINVAL: a run leaves its
+ * page or its place, a cell its row, or anything the address space. */
+typedef struct kvx_row_plan kvx_row_plan;
+KVX_API int kvx_row_plan_new(const kvx_row_cell *cells, const kvx_row_run *runs, uint64_t num_runs,
+                             const uint32_t *group_cells, uint32_t num_groups, uint64_t row_stride,
+                             uint64_t num_rows, uint32_t blocks_per_chunk, kvx_row_plan **out);
+KVX_API void kvx_row_plan_free(kvx_row_plan *plan);
+
+/* Copies blocks into their pages of the rows, or back. `block_ids` and `pages` go together and are of one
+ * group after another, `group_pages` [num_groups] of each. A gather leaves out what other ranks are elected
+ * to write; all bytes of the rows that no run names are kept. `threads` <= 1 runs in the caller. *nbytes:
+ * what was copied. -EINVAL for a block or page out of range, before anything is written. */
+KVX_API int kvx_row_gather(const kvx_row_plan *plan, const int64_t *block_ids, const int64_t *pages,
+                           const uint64_t *group_pages, int threads, uint64_t *nbytes);
+KVX_API int kvx_row_scatter(const kvx_row_plan *plan, const int64_t *block_ids, const int64_t *pages,
+                            const uint64_t *group_pages, int threads, uint64_t *nbytes);
+
 #ifdef __cplusplus
 }
 #endif

@@ -253,3 +253,35 @@ def address(buffer: Any) -> int:
     if hasattr(buffer, "data_ptr"):
         return int(buffer.data_ptr())
     return int(buffer.ctypes.data)
+
+
+# ---- host rows (section 7 of kvx.h)
+
+
+class RowRun(C.Structure):
+    """kvx_row_run; convert.native_rows.ROW_RUN_DTYPE is its numpy twin."""
+
+    _fields_ = [
+        ("local_offset", C.c_uint64), ("canonical_offset", C.c_uint64), ("fragment_size", C.c_uint64),
+        ("num_fragments", C.c_uint64), ("local_stride", C.c_uint64), ("canonical_stride", C.c_uint64),
+    ]  # fmt: skip
+
+
+class RowCellStruct(C.Structure):
+    """kvx_row_cell."""
+
+    _fields_ = [
+        ("tensor_base", C.c_uint64), ("block_stride", C.c_uint64), ("num_blocks", C.c_uint64),
+        ("local_bytes", C.c_uint64), ("cell_base", C.c_uint64), ("page_stride", C.c_uint64),
+        ("first_run", C.c_uint32), ("num_runs", C.c_uint32), ("num_writers", C.c_uint32),
+        ("writer_index", C.c_uint32),
+    ]  # fmt: skip
+
+
+STRUCTS |= {"kvx_row_run": RowRun, "kvx_row_cell": RowCellStruct}
+_SIGNATURES |= {
+    "kvx_row_plan_new": (_INT, (_P, _P, _U64, _P, _U32, _U64, _U64, _U32, _P)),
+    "kvx_row_plan_free": (None, (_P,)),
+    "kvx_row_gather": (_INT, (_P, _P, _P, _P, _INT, _P)),
+    "kvx_row_scatter": (_INT, (_P, _P, _P, _P, _INT, _P)),
+}

@@ -43,7 +43,7 @@ class KVPages:
         addresses: list[int] = []
         writable = True
         for index, (tensor, local) in enumerate(zip(tensors, mapping.tensors, strict=True)):
-            address, available, may_write = _memory_of(tensor, index)
+            address, available, may_write = memory_of(tensor, index)
             if available < (wanted := span_of(local, num_blocks)):
                 raise LayoutError(
                     f"tensor {index} spans {available} bytes, but {num_blocks} blocks of stride {local.block_stride} "
@@ -84,7 +84,7 @@ def span_of(tensor: LocalTensor, num_blocks: int) -> int:
     return tensor.offset + (num_blocks - 1) * tensor.block_stride + tensor.page_bytes
 
 
-def _memory_of(tensor: Any, index: int) -> tuple[int, int, bool]:
+def memory_of(tensor: Any, index: int) -> tuple[int, int, bool]:
     """A tensor's address, the bytes from there to the end of its last element, and whether they may be written."""
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.hasobject:

@@ -36,8 +36,8 @@ def gather_rows(
     Raises:
         LayoutError: a shape or id does not fit; nothing was written.
     """
-    _check(tensors, block_ids, mapping, rows, row_ids)
-    _refuse_repeated("row", row_ids)
+    check_rows(tensors, block_ids, mapping, rows, row_ids)
+    refuse_repeated("row", row_ids)
     for tensor, near, row, far, size in _pieces(block_ids, mapping, row_ids, elected=True):
         rows[row, far : far + size] = tensors[tensor][near : near + size]
 
@@ -58,8 +58,8 @@ def scatter_rows(
     Raises:
         LayoutError: a shape or id does not fit; nothing was written.
     """
-    _check(tensors, block_ids, mapping, rows, row_ids)
-    _refuse_repeated("block", block_ids[block_ids >= 0])
+    check_rows(tensors, block_ids, mapping, rows, row_ids)
+    refuse_repeated("block", block_ids[block_ids >= 0])
     for tensor, near, row, far, size in _pieces(block_ids, mapping, row_ids, elected=False):
         tensors[tensor][near : near + size] = rows[row, far : far + size]
 
@@ -83,13 +83,14 @@ def _pieces(
                         yield number, near, row, far, run.fragment_size
 
 
-def _check(
+def check_rows(
     tensors: Sequence[NDArray[np.uint8]],
     block_ids: NDArray[np.int64],
     mapping: RowMapping,
     rows: NDArray[np.uint8],
     row_ids: NDArray[np.int64],
 ) -> None:
+    """Raises LayoutError unless a call's arguments fit."""
     _check_array("block_ids", block_ids, np.int64, 2)
     _check_array("row_ids", row_ids, np.int64, 1)
     _check_array("rows", rows, np.uint8, 2)
@@ -118,7 +119,8 @@ def _check_array(name: str, array: NDArray[Any], dtype: type[np.generic], dimens
         )
 
 
-def _refuse_repeated(what: str, ids: NDArray[np.int64]) -> None:
+def refuse_repeated(what: str, ids: NDArray[np.int64]) -> None:
+    """Raises LayoutError where an id is named twice."""
     ordered = np.sort(ids)
     if (twice := ordered[1:][ordered[1:] == ordered[:-1]]).size:
         raise LayoutError(f"{what} {twice[0]} is named twice: which of its bytes stay would be left to chance")

@@ -8,6 +8,10 @@
 | order of a page's axes | the process's `get_kv_cache_layout()` | `OffloadingConfig.kv_cache_layout` |
 | name of the canonical row format | `canonical_format_id()` | `canonical_format_id(kv_cache_layout)` |
 | which tier an event is from | not told | `OffloadingEvent.ownership`, `removal_expected` |
+| rows of the primary tier | `spec.num_blocks` | `num_chunks` |
+| names of `SharedOffloadRegion`'s arguments | `num_blocks`, `kv_bytes_per_block` | `num_chunks`, `kv_bytes_per_chunk` |
+| replicated pages (MLA) in canonical rows | rank 0 alone is told to store | every rank is |
+| a load that is waited for | not told | 0.33: `submit_load(..., expedited=)` |
 
 Each difference is found by looking at what is there, not at a version number.
 """
@@ -38,9 +42,13 @@ try:
         OffloadingEvent,
         OffloadingGaugeMetadata,
         OffloadingHistogramMetadata,
+        OffloadingWorker,
         RequestOffloadingContext,
+        TransferResult,
     )
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 except ImportError as exc:
     raise ImportError(f"kvxfer's tier needs vLLM 0.28 to 0.33: {exc}", name=exc.name, path=exc.path) from exc
 
@@ -54,17 +62,26 @@ __all__ = [
     "OffloadingEvent",
     "OffloadingGaugeMetadata",
     "OffloadingHistogramMetadata",
+    "OffloadingWorker",
     "RequestOffloadingContext",
     "SecondaryTierManager",
+    "TieringOffloadingSpec",
+    "TransferResult",
     "canonical_format",
     "detector_argument",
     "device_type",
     "empty_histogram",
     "event",
+    "is_cpu_platform",
     "job_result",
     "job_rows",
+    "num_rows",
+    "open_region",
     "page_layout",
     "pipeline_partition",
+    "rank0_stores_alone",
+    "served_vllm_config",
+    "told_by_rank0",
     "vllm_release",
 ]
 
@@ -163,3 +180,48 @@ def device_type() -> str:
 def vllm_release() -> str:
     """Such as "0.32": direct rows have no format of their own that could be named."""
     return ".".join(str(vllm.__version__).split(".")[:2])
+
+
+# ---- KvxferTieringSpec and its worker
+
+
+def num_rows(spec: Any) -> int:
+    """Rows of a TieringOffloadingSpec's primary tier."""
+    return int(spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks)
+
+
+def open_region(spec: Any) -> Any:
+    """This rank's SharedOffloadRegion of a TieringOffloadingSpec's rows."""
+    rank = 0 if spec.replicated_layout else spec.config.parallel.rank
+    # By position: keywords differ. (engine_id, rows, rank, bytes of a row, bytes of a row's part that is the rank's)
+    return SharedOffloadRegion(
+        spec.config.engine_id, num_rows(spec), rank, spec.kv_bytes_per_chunk, spec.cpu_page_size_per_worker
+    )
+
+
+def rank0_stores_alone(spec: Any) -> bool:
+    """Whether only rank 0 is told to store what every rank has, and so must write what others would have in turn."""
+    return bool(spec.replicated_layout) and (_ROWS == "block_ids" or not spec.config.canonical_layout)
+
+
+def is_cpu_platform() -> bool:
+    """Whether vLLM runs its kernels on the CPU."""
+    return bool(current_platform.is_cpu())
+
+
+def told_by_rank0(value: Any) -> Any:
+    """`value` as rank 0 of this server's workers gave it. All of them must call this, and wait for it."""
+    from vllm.distributed import parallel_state
+
+    try:
+        group = parallel_state.get_inner_dp_world_group()
+    except AssertionError:
+        group = parallel_state.get_world_group()
+    return group.broadcast_object(value, src=0)
+
+
+def served_vllm_config() -> Any:
+    """vLLM's whole configuration where it says (in a worker, at start), else None."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    return get_current_vllm_config_or_none()

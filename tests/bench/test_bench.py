@@ -68,6 +68,8 @@ def test_every_case_has_its_rows_and_all_answers_are_right(tmp_path: Path) -> No
     impls: dict[str, list[str]] = {}
     for row in table.rows:
         impls.setdefault(row.case, []).append(row.impl)
+    rows = [impls.pop(case) for case in list(impls) if case.startswith("rows ")]
+    assert rows == [["memcpy", "kvxfer", "torch copy_"]] * 2 * 2 * 2  # directions, NHD and HND, TP1 and TP2
     memory = [names for names in impls.values() if names[0] == "memcpy"]
     # Two directions, NHD and HND, TP1 and TP2; TP2 once for one rank and once for all.
     assert memory == [["memcpy", "kvxfer", "kvxfer+sum"]] * 2 * 2 * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvxfer.convert.rows import gather_rows, scatter_rows
+from kvxfer.convert import native_rows
+from kvxfer.convert import rows as reference_rows
 from kvxfer.errors import LayoutError
 from kvxfer.geometry import Kind, KVGeometry, ShardSpec
 from kvxfer.layout import PageLayout
@@ -27,6 +29,9 @@ MAKE = {
     "hnd": PageLayout.hnd,
     "mla": PageLayout.nhd,
 }
+# Each has gather_rows and scatter_rows.
+CONVERTERS: dict[str, ModuleType] = {"reference": reference_rows, "native": native_rows}
+with_each = pytest.mark.parametrize("convert", CONVERTERS.values(), ids=CONVERTERS)
 BLOCKS = 7
 SPARE = 48  # bytes of a row beyond the mapping's
 
@@ -45,9 +50,16 @@ class Group:
     """All ranks over the oracle's layers: padding and offset differ from layer to layer."""
 
     def __init__(
-        self, layers: Sequence[Layer], tp: int, dcp: int = 1, pcp: int = 1, interleave: int = 1, per_chunk: int = 1
+        self,
+        layers: Sequence[Layer],
+        tp: int,
+        dcp: int = 1,
+        pcp: int = 1,
+        interleave: int = 1,
+        per_chunk: int = 1,
+        convert: ModuleType = reference_rows,
     ) -> None:
-        self.layers = layers
+        self.layers, self.convert = layers, convert
         self.places = [Place(tp, dcp, pcp, interleave, rank) for rank in range(tp * pcp)]
         self.edges = [(8 * (n % 3), 5 * n) for n in range(len(layers))]
         pages = [
@@ -87,14 +99,14 @@ class Group:
     def fill(self, rows: NDArray[np.uint8], row_ids: NDArray[np.int64], block_ids: NDArray[np.int64]) -> None:
         """Every rank writes what is its own."""
         for rank, mapping in enumerate(self.mappings):
-            gather_rows(self.tensors(rank), block_ids, mapping, rows, row_ids)
+            self.convert.gather_rows(self.tensors(rank), block_ids, mapping, rows, row_ids)
 
     def check_load(self, rows: NDArray[np.uint8], row_ids: NDArray[np.int64], block_ids: NDArray[np.int64]) -> None:
         """Every rank reads all of its pages, and nothing else is touched."""
         present = block_ids[block_ids >= 0].tolist()
         for rank, mapping in enumerate(self.mappings):
             found = self.tensors(rank, only=[])
-            scatter_rows(rows, row_ids, mapping, found, block_ids)
+            self.convert.scatter_rows(rows, row_ids, mapping, found, block_ids)
             for number, (got, want) in enumerate(zip(found, self.tensors(rank, only=present), strict=True)):
                 assert_same(got, want, f"rank {rank} tensor {number}")
 
@@ -119,15 +131,16 @@ PLACES = [
 ]
 
 
+@with_each
 @pytest.mark.parametrize(("heads", "tp", "dcp", "pcp", "interleave"), PLACES)
 @pytest.mark.parametrize("order", MAKE)
 def test_all_ranks_together_write_the_row_and_read_their_pages_back(
-    order: str, heads: int, tp: int, dcp: int, pcp: int, interleave: int
+    convert: ModuleType, order: str, heads: int, tp: int, dcp: int, pcp: int, interleave: int
 ) -> None:
     geometry = latent() if order == "mla" else attention(heads)
     for per_chunk in (1, 2, 3):
         layers = [Layer.random(geometry, order, BLOCKS, dcp * pcp, seed) for seed in range(2)]
-        group = Group(layers, tp, dcp, pcp, interleave, per_chunk)
+        group = Group(layers, tp, dcp, pcp, interleave, per_chunk, convert)
         block_ids, row_ids = ids_of(per_chunk), np.array([4, 0, 3])
         rows = group.rows(5)
         group.fill(rows, row_ids, block_ids)
@@ -136,7 +149,8 @@ def test_all_ranks_together_write_the_row_and_read_their_pages_back(
         group.check_load(want, row_ids, block_ids)
 
 
-def test_layers_of_unequal_pages_share_a_row() -> None:
+@with_each
+def test_layers_of_unequal_pages_share_a_row(convert: ModuleType) -> None:
     """A latent, an indexer's keys, and attention of two sizes: different writers and cells in one row."""
     layers = [
         Layer.random(latent(), "mla", BLOCKS, 1, 1),
@@ -144,7 +158,7 @@ def test_layers_of_unequal_pages_share_a_row() -> None:
         Layer.random(attention(4), "hnd", BLOCKS, 1, 3),
         Layer.random(attention(2, elements=7), "packed-nhd", BLOCKS, 1, 4),
     ]
-    group = Group(layers, 4, per_chunk=3)
+    group = Group(layers, 4, per_chunk=3, convert=convert)
     assert [cell.page.num_writers for cell in group.mappings[0].cells] == [4, 4, 1, 2]
     block_ids, row_ids = ids_of(3), np.array([4, 0, 3])
     rows = group.rows(5)
@@ -154,7 +168,8 @@ def test_layers_of_unequal_pages_share_a_row() -> None:
     group.check_load(want, row_ids, block_ids)
 
 
-def test_up_and_down_the_ladder_of_tensor_parallel_sizes() -> None:
+@with_each
+def test_up_and_down_the_ladder_of_tensor_parallel_sizes(convert: ModuleType) -> None:
     """R8: what TP1, 8, 2 and 4 write is one row, each from what the one before it read."""
     layers = [Layer.random(attention(4), "packed", BLOCKS, 1, seed) for seed in range(3)]
     block_ids, row_ids = np.arange(6).reshape(3, 2), np.array([1, 0, 2])
@@ -165,29 +180,31 @@ def test_up_and_down_the_ladder_of_tensor_parallel_sizes() -> None:
         if rows is not None:
             tensors = [group.tensors(rank, only=[]) for rank in range(tp)]
             for mine, mapping in zip(tensors, group.mappings, strict=True):
-                scatter_rows(rows, row_ids, mapping, mine, block_ids)
+                convert.scatter_rows(rows, row_ids, mapping, mine, block_ids)
         rows = group.rows(3)
         for mine, mapping in zip(tensors, group.mappings, strict=True):
-            gather_rows(mine, block_ids, mapping, rows, row_ids)
+            convert.gather_rows(mine, block_ids, mapping, rows, row_ids)
         assert_same(rows, group.expected(3, row_ids.tolist(), block_ids), f"tp{tp}")
 
 
-def test_replicas_write_only_their_turns() -> None:
+@with_each
+def test_replicas_write_only_their_turns(convert: ModuleType) -> None:
     """Pages are counted through the rows: row 3 of two blocks has pages 6 and 7."""
     group = Group([Layer.random(latent(), "mla", BLOCKS)], 4, per_chunk=2)
     block_ids = np.array([[1, 2], [-1, 4]])
     written = []
     for rank, mapping in enumerate(group.mappings):
         rows = group.rows(4)
-        gather_rows(group.tensors(rank), block_ids, mapping, rows, np.array([3, 0]))
+        convert.gather_rows(group.tensors(rank), block_ids, mapping, rows, np.array([3, 0]))
         places = np.argwhere(rows[:, : mapping.row_bytes].reshape(4, 2, -1)[:, :, 0] != POISON)
         written.append([tuple(place) for place in places.tolist()])
     assert written == [[], [(0, 1)], [(3, 0)], [(3, 1)]]
 
 
+@with_each
 @settings(max_examples=60)
 @given(st.data())
-def test_any_row_is_the_oracles(data: st.DataObject) -> None:
+def test_any_row_is_the_oracles(convert: ModuleType, data: st.DataObject) -> None:
     draw = data.draw
     order = draw(st.sampled_from(sorted(MAKE)))
     heads = 1 if order == "mla" else draw(st.sampled_from([1, 2, 3, 4]))
@@ -201,7 +218,7 @@ def test_any_row_is_the_oracles(data: st.DataObject) -> None:
     geometry = latent(tokens, elements) if order == "mla" else attention(heads, tokens, elements, "uint8")
     per_chunk = draw(st.sampled_from([1, 2, 3]))
     layers = [Layer.random(geometry, order, BLOCKS, dcp * pcp, seed) for seed in range(draw(st.integers(1, 2)))]
-    group = Group(layers, tp, dcp, pcp, interleave, per_chunk)
+    group = Group(layers, tp, dcp, pcp, interleave, per_chunk, convert)
     block_ids, row_ids = ids_of(per_chunk), np.array(draw(st.permutations(range(5)))[:3])
     rows = group.rows(5)
     group.fill(rows, row_ids, block_ids)
@@ -210,13 +227,14 @@ def test_any_row_is_the_oracles(data: st.DataObject) -> None:
     group.check_load(want, row_ids, block_ids)
 
 
-def test_a_number_stands_for_a_tensor_of_other_groups() -> None:
+@with_each
+def test_a_number_stands_for_a_tensor_of_other_groups(convert: ModuleType) -> None:
     geometry = attention(2)
     layer = Layer.random(geometry, "nhd", BLOCKS)
     page = RowPage(geometry=geometry, layout=PageLayout.nhd(geometry, 2))
     (mapping,) = vllm_v1_mappings([10, page, 6], ShardSpec(), blocks_per_chunk=2)
     rows = np.full((1, mapping.row_bytes), POISON, dtype=np.uint8)
-    gather_rows([layer.tensor(Place())], np.array([[3, 1]]), mapping, rows, np.array([0]))
+    convert.gather_rows([layer.tensor(Place())], np.array([[3, 1]]), mapping, rows, np.array([0]))
     want = np.full_like(rows, POISON)
     want[0, 20:-12] = np.concatenate([layer.canonical(3), layer.canonical(1)])
     assert_same(rows, want)
@@ -233,6 +251,7 @@ GOOD: dict[str, Any] = {
 }
 
 
+@with_each
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -252,24 +271,27 @@ GOOD: dict[str, Any] = {
         ({"tensors": [GOOD["tensors"][0].reshape(BLOCKS, -1)]}, "tensor 0 of uint8"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(change: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    convert: ModuleType, change: dict[str, Any], message: str
+) -> None:
     given = {**GOOD, "rows": GOOD["rows"].copy(), "tensors": [t.copy() for t in GOOD["tensors"]]} | change
     before = [array.copy() for array in (given["rows"], *given["tensors"])]
     (mapping,) = GROUP.mappings
     with pytest.raises(LayoutError, match=message):
-        gather_rows(given["tensors"], given["block_ids"], mapping, given["rows"], given["row_ids"])
+        convert.gather_rows(given["tensors"], given["block_ids"], mapping, given["rows"], given["row_ids"])
     with pytest.raises(LayoutError, match=message):
-        scatter_rows(given["rows"], given["row_ids"], mapping, given["tensors"], given["block_ids"])
+        convert.scatter_rows(given["rows"], given["row_ids"], mapping, given["tensors"], given["block_ids"])
     for array, old in zip((given["rows"], *given["tensors"]), before, strict=True):
         assert_same(array, old)
 
 
-def test_a_place_named_twice_is_refused_where_it_is_written() -> None:
+@with_each
+def test_a_place_named_twice_is_refused_where_it_is_written(convert: ModuleType) -> None:
     (mapping,) = GROUP.mappings
     twice = np.array([[0, 1], [-1, 0]])
     rows = GOOD["rows"].copy()
-    gather_rows(GOOD["tensors"], twice, mapping, rows, GOOD["row_ids"])
+    convert.gather_rows(GOOD["tensors"], twice, mapping, rows, GOOD["row_ids"])
     with pytest.raises(LayoutError, match="block 0 is named twice"):
-        scatter_rows(rows, GOOD["row_ids"], mapping, GOOD["tensors"], twice)
+        convert.scatter_rows(rows, GOOD["row_ids"], mapping, GOOD["tensors"], twice)
     with pytest.raises(LayoutError, match="row 2 is named twice"):
-        gather_rows(GOOD["tensors"], GOOD["block_ids"], mapping, rows, np.array([2, 2]))
+        convert.gather_rows(GOOD["tensors"], GOOD["block_ids"], mapping, rows, np.array([2, 2]))
