@@ -89,6 +89,7 @@ class Coordinator:
         self._committing = 0
         self._outstanding: dict[int, int] = {}  # generation: writes of ranks that were given up and have not returned
         self._quarantined: dict[int, Reservation] = {}  # by generation
+        self._seconds: deque[tuple[int, float]] = deque(maxlen=4096)  # direction and time of tickets, not taken yet
         self._failed: dict[str, dict[bytes, int]] = {}  # by owner: keys that did not arrive, in which generation
         self._closed = False
 
@@ -129,7 +130,8 @@ class Coordinator:
         job = PendingJob(self._next(), LOAD, tuple(map(check_key, keys)), self._blocks(len(keys)))
         entries = self._store.pin(digest, keys)
         permit = self._intake.admit(LOAD, sum(entry is not None for entry in entries))
-        left = permit.chunks if self._intake.enabled else 0
+        room = self.config.max_queued_load_chunks - self._queued[LOAD]
+        left = min(permit.chunks, room) if self._intake.enabled else 0
         places: list[Place] = []
         for position, (key, entry) in enumerate(zip(keys, entries, strict=True)):
             if entry is None:
@@ -213,8 +215,13 @@ class Coordinator:
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
-    def settle(self, report: Report) -> None:
-        """Takes in what ranks say. The first failure of a chunk makes it a miss for the ticket's owner, at once."""
+    def settle(self, report: Report) -> set[str]:
+        """Takes in what ranks say. The first failure of a chunk makes it a miss for the ticket's owner, at once.
+
+        Returns:
+            Owners of loads of which something failed.
+        """
+        short: set[str] = set()
         self._totals |= report.totals
         for generation, ranks in report.lost.items():
             self._outstanding[generation] = self._outstanding.get(generation, 0) + ranks
@@ -225,9 +232,11 @@ class Coordinator:
                 engine_reporter.warn("ticket", f"a rank settled ticket {number}, which is not open")
                 continue
             one.settled.merge(settled)
-            if one.ticket.is_load and settled.failed and (failed := self._failed.get(one.owner)) is not None:
-                places = one.ticket.places
-                failed |= {places[position].key: places[position].generation for position in settled.failed}
+            if one.ticket.is_load and settled.failed:
+                short.add(one.owner)
+                places = [one.ticket.places[position] for position in settled.failed]
+                if (failed := self._failed.get(one.owner)) is not None:
+                    failed |= {place.key: place.generation for place in places}
             if one.settled.ranks >= self._ranks:
                 del self._open[number]
                 self._queued[one.ticket.direction] -= len(one.ticket.places)
@@ -235,6 +244,7 @@ class Coordinator:
         self._give_back()
         self._collect()
         self._intake.watch()
+        return short
 
     def _end_load(self, one: _Open) -> None:
         failed = one.settled.failed
@@ -301,6 +311,8 @@ class Coordinator:
     def _finish(self, one: _Open, errors: tuple[ChunkError, ...]) -> None:
         """Counts a ticket that has ended."""
         job, settled = one.job, one.settled
+        if settled.nbytes:
+            self._seconds.append((one.ticket.direction, settled.seconds))
         job.native_ids.append(one.ticket.number)  # it reached the storage
         failed = {error.chunk for error in errors} | settled.failed.keys()
         arrived = set(range(len(job.keys))) - {one.index[position] for position in failed}
@@ -354,6 +366,10 @@ class Coordinator:
         limit = sum(totals.get("staging_limit", 0) for totals in self._totals.values())
         read = engine_values(stats, self._queued, limit, self._intake.states(), self._intake.enabled)
         return Metrics(self._observer.counted() | read, store_values(self._store.stats()), id(self._store))
+
+    def take_seconds(self) -> list[tuple[int, float]]:
+        """Direction and time of the tickets that moved bytes and ended since the last call."""
+        return [self._seconds.popleft() for _ in range(len(self._seconds))]
 
     def _counters(self) -> dict[str, int]:
         """Of all ranks' runners, added up."""

@@ -1,0 +1,88 @@
+"""engine_child's process with KvxferConnector: how the drive is damaged, and what is found there.
+
+Steps beside Child's: damage HOW NUMBERS (of the prompt's chunks: zero, flip, swap, delete), hang CALL (one such call
+does not return), release (it does), reset (vLLM's prefix cache and the connector's), events, chain.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from kvxfer.testing import FaultyIO
+from tests.integrations.engine_child import Child
+
+
+class ConnectorChild(Child):
+    """With KvxferConnector, whichever ranks it has."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
+        self.connector = self.scheduler.connector
+        self.manager = self.connector.connector_scheduler.manager
+        self.coordinator = self.manager._coordinator
+        self.store = self.manager._store
+        self.chain: list[bytes] = []  # the prompt's keys, in order
+        self._prepare, self.manager.lookup = self.manager.lookup, self.lookup
+        self._seen: list[bytes] = []
+
+    def lookup(self, key: bytes, context: Any) -> Any:
+        """Listens: a prompt's lookups go along its chain."""
+        if key not in self._seen:
+            self._seen.append(key)
+        return self._prepare(key, context)
+
+    def run(self, seed: int = 0) -> dict[str, Any]:
+        self._seen = []
+        result = super().run(seed)
+        if seed == 0 and len(self._seen) > len(self.chain):
+            self.chain = self._seen[:12]
+        return result
+
+    def fill(self) -> dict[str, Any]:
+        """Every store of the prompt is on the drive after this."""
+        super().fill()
+        self.settle()
+        return {"entries": self.store.stats().entries}
+
+    def settle(self) -> dict[str, Any]:
+        """vLLM steps only when it has requests: until nothing is under way but the last one's."""
+        end = time.monotonic() + 120
+        while self.coordinator.is_busy and time.monotonic() < end:
+            self.llm.llm_engine.step()
+        return {"open": len(self.coordinator._open)}
+
+    def damage(self, how: str, numbers: list[int]) -> dict[str, Any]:
+        digest = self.coordinator.digest
+        for number in numbers:
+            path, offset, layout = self.store.locate(digest, self.chain[number])
+            size = layout.slot_bytes
+            with path.open("r+b") as file:
+                old = os.pread(file.fileno(), size, offset)
+                if how == "swap":
+                    other, elsewhere, _ = self.store.locate(digest, self.chain[number + 1])
+                    new = os.pread(os.open(other, os.O_RDONLY), size, elsewhere)
+                else:
+                    at = size // 3
+                    new = bytes(size) if how == "zero" else old[:at] + bytes([old[at] ^ 1]) + old[at + 1 :]
+                os.pwrite(file.fileno(), new, offset)
+                os.fsync(file.fileno())
+        return {}
+
+    def delete(self, numbers: list[int]) -> dict[str, Any]:
+        """Evicted, as far as anybody can tell."""
+        entries = self.store.pin(self.coordinator.digest, [self.chain[number] for number in numbers])
+        self.store.unpin(entries)
+        return {"gone": [self.store.invalidate(entry, "other") for entry in entries]}
+
+    def hang(self, call: str = "pread") -> dict[str, Any]:
+        FaultyIO().hang(call, after=3, times=1, offset=(4096, 1 << 40))
+        return {}
+
+    def release(self) -> dict[str, Any]:
+        FaultyIO().__exit__(None, None, None)
+        return {}
+
+    def reset(self) -> dict[str, Any]:
+        return {"reset": bool(self.llm.reset_prefix_cache(reset_connector=True))}
