@@ -60,11 +60,16 @@ class ConnectorChild(Child):
             size = layout.slot_bytes
             with path.open("r+b") as file:
                 old = os.pread(file.fileno(), size, offset)
-                if how == "swap":
+                if how == "swap":  # with the next chunk's slot
                     other, elsewhere, _ = self.store.locate(digest, self.chain[number + 1])
-                    new = os.pread(os.open(other, os.O_RDONLY), size, elsewhere)
+                    with other.open("r+b") as neighbour:
+                        new = os.pread(neighbour.fileno(), size, elsewhere)
+                        os.pwrite(neighbour.fileno(), old, elsewhere)
+                        os.fsync(neighbour.fileno())
                 else:
-                    at = size // 3
+                    at = (
+                        size // 3 if how == "flip" else 2 * size // 3
+                    )  # "flip late": another rank's, where there are two
                     new = bytes(size) if how == "zero" else old[:at] + bytes([old[at] ^ 1]) + old[at + 1 :]
                 os.pwrite(file.fileno(), new, offset)
                 os.fsync(file.fileno())
