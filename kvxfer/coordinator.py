@@ -31,8 +31,8 @@ from kvxfer.tickets import NOWHERE, Failure, Place, Report, Settled, Ticket, chu
 
 __all__ = ["Coordinator"]
 
-AT_HAND = 64  # slots reserved ahead at rest
-SHARE = 4  # and at most 1/SHARE of all there is room for
+AT_HAND = 64
+SHARE = 4  # reserved ahead is at most 1/SHARE of all slots that there is room for
 COUNTERS = tuple(name for name, *_ in _native.Stats._fields_)
 
 
@@ -58,6 +58,7 @@ class Coordinator:
         namespace: what the bytes mean; registered here.
         slot: of the root's alignment.
         ranks: how many settle each ticket.
+        at_hand: slots reserved ahead at rest: what may be asked for at once.
         stored: is told keys that were published, by whichever thread published them.
     """
 
@@ -69,6 +70,7 @@ class Coordinator:
         *,
         ranks: int,
         config: EngineConfig | None = None,
+        at_hand: int = AT_HAND,
         stored: Callable[[list[bytes]], None] = lambda keys: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,7 +82,7 @@ class Coordinator:
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
         room = max(1, store.config.slab_budget[0] // slot.slot_bytes)
         most = max(1, min(self.config.max_queued_store_chunks, room // SHARE))
-        self._supply = SlotSupply(store, namespace, slot, least=AT_HAND, most=most)
+        self._supply = SlotSupply(store, namespace, slot, least=max(1, at_hand), most=most)
         self._number = 0
         self._open: dict[int, _Open] = {}
         self._queued = {STORE: 0, LOAD: 0}  # chunks of open tickets
@@ -234,9 +236,7 @@ class Coordinator:
             one.settled.merge(settled)
             if one.ticket.is_load and settled.failed:
                 short.add(one.owner)
-                places = [one.ticket.places[position] for position in settled.failed]
-                if (failed := self._failed.get(one.owner)) is not None:
-                    failed |= {place.key: place.generation for place in places}
+                self._note_failures(one, settled.failed)
             if one.settled.ranks >= self._ranks:
                 del self._open[number]
                 self._queued[one.ticket.direction] -= len(one.ticket.places)
@@ -246,12 +246,18 @@ class Coordinator:
         self._intake.watch()
         return short
 
-    def _end_load(self, one: _Open) -> None:
-        failed = one.settled.failed
+    def _note_failures(self, one: _Open, failed: dict[int, Failure]) -> None:
+        """Of a load, on the first ranks that say so: a miss for its owner, and where it is damage for everybody."""
+        places = [one.ticket.places[position] for position in failed]
+        if (known := self._failed.get(one.owner)) is not None:
+            known |= {place.key: place.generation for place in places}
         for position, failure in failed.items():
             entry = one.entries[position]
             if failure.status.is_damage and entry is not None:
                 self._store.invalidate(entry, failure.status.name.lower())
+
+    def _end_load(self, one: _Open) -> None:
+        failed = one.settled.failed
         self._store.unpin(one.entries)
         self._intake.settle(LOAD, one.permit, self._outcome(one))
         names = ["" if entry is None else entry.slab.name for entry in one.entries]

@@ -79,6 +79,7 @@ class KvxferManager(OffloadingManager):
                 slot,
                 ranks=setup.shard.tp_size,
                 config=tier.engine,
+                at_hand=setup.step_chunks,
                 stored=self._stored,
             )
         except BaseException:  # whatever it is, the root must not stay open behind a server that there is not

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from kvxfer.coordinator import AT_HAND
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import ITEMSIZES, KVGeometry, ShardSpec
 from kvxfer.integrations import vllm_compat as compat
@@ -78,6 +79,7 @@ class Setup:
     shard: ShardSpec  # this process's rank; the scheduler has the first one's
     num_blocks: int  # of the device
     blocks_per_chunk: int
+    step_chunks: int  # that one step may compute
     events: bool  # vLLM's KV events are on
     tokens_per_chunk: int = field(init=False)
 
@@ -133,6 +135,8 @@ def refuse(vllm_config: Any, kv_cache_config: Any) -> ConnectorConfig:
     return config
 
 
+_NO_MATTER = ("_name_or_path", "transformers_version")  # of a model's configuration
+
 _UNSUPPORTED = {
     "sync_load_budget_bytes": "loads within a step would make every request wait for the drive",
     "self_describing_kv_events": "vLLM keeps what such events say until a tier in host memory lets go of it, and there "
@@ -169,6 +173,7 @@ def setup_of(offloading_config: Any, vllm_config: Any, kv_cache_config: Any) -> 
     if (mine := len(local_heads(geometry, shard))) != spec.num_kv_heads:
         raise ConfigError(f"vLLM keeps {spec.num_kv_heads} KV heads on a rank, where {mine} are expected")
     blocks = offloading_config.cache.blocks_per_chunk
+    step_tokens = getattr(getattr(vllm_config, "scheduler_config", None), "max_num_batched_tokens", None) or 0
     return Setup(
         config=config,
         geometry=geometry,
@@ -177,6 +182,7 @@ def setup_of(offloading_config: Any, vllm_config: Any, kv_cache_config: Any) -> 
         shard=shard,
         num_blocks=kv_cache_config.num_blocks,
         blocks_per_chunk=blocks,
+        step_chunks=max(AT_HAND, -(-step_tokens // (blocks * spec.block_size))),
         events=bool(offloading_config.enable_kv_cache_events),
     )
 
@@ -219,7 +225,8 @@ def _namespace(
 ) -> Namespace:
     """Everything that changes the bytes' meaning but the sharding, which does not show in them."""
     model = vllm.model_config
-    text = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
+    described = {key: value for key, value in model.hf_config.to_dict().items() if key not in _NO_MATTER}
+    text = json.dumps(described, sort_keys=True, default=str)
     return kvx1_namespace(
         geometry,
         model=model.model,

@@ -25,15 +25,16 @@ __all__ = ["GEOMETRY", "Group", "MODEL", "Server", "expect", "keys_of"]
 MODEL = Model.random(GEOMETRY, 16)
 
 
+def _always(pages: KVPages) -> Callable[[int], KVPages]:
+    return lambda alignment: pages
+
+
 class Group:
     """The ranks of one server."""
 
     def __init__(self, root: Path, pages: Sequence[KVPages], config: EngineConfig) -> None:
         self.pages = list(pages)
-        self.ranks = [
-            Rank(root, lambda alignment, mine=mine: mine, config=config, number=number)
-            for number, mine in enumerate(self.pages)
-        ]
+        self.ranks = [Rank(root, _always(mine), config=config, number=number) for number, mine in enumerate(self.pages)]
         self.ended: list[list[Ended]] = [[] for _ in self.ranks]
 
     def submit(self, ticket: Ticket, block_ids: Any) -> None:

@@ -1,7 +1,9 @@
 """engine_child's process with KvxferConnector: how the drive is damaged, and what is found there.
 
-Steps beside Child's: damage HOW NUMBERS (of the prompt's chunks: zero, flip, swap, delete), hang CALL (one such call
-does not return), release (it does), reset (vLLM's prefix cache and the connector's), events, chain.
+Steps beside Child's: several COUNT TOKENS GENERATED (prompts at once; also without the connector: SeveralChild), damage
+HOW NUMBERS (of the prompt's chunks: zero, flip, flip late, swap), delete NUMBERS, hang CALL (one such call does not
+return), fail CALL ERRNO, kill CALL (this process, at the sixth), release (ends these), reset (vLLM's prefix cache and
+the connector's), nap SECONDS, usage.
 """
 
 from __future__ import annotations
@@ -10,11 +12,28 @@ import os
 import time
 from typing import Any
 
+from vllm import SamplingParams
+
 from kvxfer.testing import FaultyIO
-from tests.integrations.engine_child import Child
+from tests.integrations.engine_child import Child, prompt
 
 
-class ConnectorChild(Child):
+class SeveralChild(Child):
+    """With requests at once."""
+
+    def several(self, count: int, tokens: int, generated: int) -> dict[str, Any]:
+        outputs = self.llm.generate(
+            [prompt(seed, tokens) for seed in range(count)],
+            SamplingParams(temperature=0.0, max_tokens=generated, ignore_eos=True, detokenize=False),
+            use_tqdm=False,
+        )
+        return {
+            "several": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+        }
+
+
+class ConnectorChild(SeveralChild):
     """With KvxferConnector, whichever ranks it has."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -84,6 +103,28 @@ class ConnectorChild(Child):
     def hang(self, call: str = "pread") -> dict[str, Any]:
         FaultyIO().hang(call, after=3, times=1, offset=(4096, 1 << 40))
         return {}
+
+    def fail(self, call: str, errno: int) -> dict[str, Any]:
+        FaultyIO().fail(call, errno, offset=(4096, 1 << 40))
+        return {}
+
+    def kill(self, call: str) -> dict[str, Any]:
+        FaultyIO().kill(call, after=5, offset=(4096, 1 << 40))
+        return {}
+
+    def nap(self, seconds: float) -> dict[str, Any]:
+        time.sleep(seconds)
+        return {}
+
+    def usage(self) -> dict[str, Any]:
+        stats = self.store.stats()
+        return {
+            "entries": stats.entries,
+            "below": stats.disk_bytes <= stats.capacity_bytes,
+            "evicted": sum(stats.evictions.values()),
+            "pinned": stats.pinned_entries,
+            "pace": self.manager.pace.tokens_per_s,
+        }
 
     def release(self) -> dict[str, Any]:
         FaultyIO().__exit__(None, None, None)

@@ -24,9 +24,10 @@ with warnings.catch_warnings():  # torch's and vLLM's own, while they are import
     from kvxfer.integrations.vllm_connector import KvxferOffloadingSpec, KvxferWorkerMetadata, _making
     from kvxfer.integrations.vllm_pages import pages_of
     from kvxfer.integrations.vllm_rank import block_table_of
-    from kvxfer.integrations.vllm_setup import MODULE, SPEC, setup_of
+    from kvxfer.integrations.vllm_setup import MODULE, SPEC, ConnectorConfig, setup_of
 
 __all__ = [
+    "ConnectorConfig",
     "DIM",
     "HEADS",
     "LAYERS",

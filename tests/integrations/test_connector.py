@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
+import re
 import time
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +17,14 @@ import pytest
 from kvxfer.errors import ConfigError, LayoutError
 from kvxfer.testing import FaultyIO
 from kvxfer.tickets import Report
+from tests.integrations.connector_engines import connector
 from tests.integrations.connector_rig import (
     DIM,
     HEADS,
     LAYERS,
     NAMES,
     TOKENS,
+    ConnectorConfig,
     GPULoadStoreSpec,
     Group,
     KvxferOffloadingSpec,
@@ -472,3 +477,20 @@ def test_the_spec_works_with_its_own_connector_only(tmp_root: Path) -> None:
     offloading, _, _ = configs(tmp_root)
     with pytest.raises(ConfigError, match='"kv_connector": "KvxferConnector"'):
         KvxferOffloadingSpec(offloading)
+
+
+# ---- docs/vllm.md --------------------------------------------------------------------------------------------------
+
+
+def test_the_pasted_configuration_is_that_of_the_engine_tests() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").read_text().partition("\n## KvxferConnector\n")[2]
+    (pasted,) = re.findall(r"--kv-transfer-config '(.*?)'\n```", text, re.DOTALL)
+    transfer = json.loads(pasted)
+    keys = transfer["kv_connector_extra_config"].pop("kvxfer")
+    tested = connector(Path("root"))
+    tested["kv_connector_extra_config"].pop("kvxfer")
+    assert transfer == tested
+    assert set(keys) == {"root_dir", "capacity_bytes"}
+    ConnectorConfig.from_extra({"kvxfer": keys})
+    for name in {field.name for field in fields(ConnectorConfig)} - {"tier", "measured"}:
+        assert f"`{name}`" in text

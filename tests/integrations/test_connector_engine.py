@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations.connector_engines import TWO_RANKS, with_connector
+from tests.integrations.connector_engines import TWO_RANKS, start_engine, with_connector
 from tests.integrations.engines import WHOLE, run_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -138,3 +141,87 @@ def test_larger_chunks_and_generated_tokens(where: Path, model: Path, plain: lis
     assert [run["ids"] for run in runs] == [plain] * 4
     assert [run["cached"] for run in runs] == [0, WHOLE, 4 * 32, WHOLE]
     assert damaged(results[-1]) == {"bad_sum": 1}
+
+
+@pytest.mark.slow
+def test_requests_at_once_and_preempted(where: Path, model: Path, tmp_root: Path) -> None:
+    """20 blocks for four requests that need 36: jobs are flushed, and their blocks are others' at once."""
+    tight = {"num_gpu_blocks_override": 20, "max_model_len": 512}
+    step = ["several", 4, 128, 160]
+    child = "tests.integrations.connector_child:SeveralChild"
+    (want,) = run_engine(where, {"model": str(model), "arguments": tight, "child": child}, step)
+    setup = with_connector(model, tmp_root, arguments=tight, extra={"offload_prompt_only": False})
+    results = run_engine(where, setup, step, ["settle"], step, ["settle"], step, ["usage"], ["metrics"])
+    rounds = [result for result in results if "several" in result]
+    assert [each["several"] for each in rounds] == [want["several"]] * 3
+    assert sum(rounds[1]["cached"]) > 0 and results[-2]["pinned"] == 0
+    assert not damaged(results[-1])
+
+
+@pytest.mark.slow
+def test_a_root_with_room_for_a_few_chunks(where: Path, model: Path, plain: list[int], tmp_root: Path) -> None:
+    setup = with_connector(model, tmp_root, capacity_bytes=4 << 20)
+    results = run_engine(where, setup, *([["run"], ["fill"], ["usage"]] * 4))
+    for run, _, usage in zip(*[iter(results)] * 3, strict=True):
+        assert run["ids"] == plain
+        assert usage["below"] and 0 < usage["entries"] < 30 and usage["pinned"] == 0
+    assert results[-1]["evicted"] > 0
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_while_chunks_are_stored(
+    where: Path, model: Path, plain: list[int], tmp_root: Path
+) -> None:
+    steps = (
+        ["fail", "pwrite", errno.ENOSPC], ["run"], ["fill"], ["usage"], ["run"],
+        ["release"], ["nap", 3.0], ["fill"], ["fill"], ["run"], ["fill"], ["run"], ["metrics"],
+    )  # fmt: skip
+    setup = with_connector(model, tmp_root, breaker_cooldown_s=0.5, breaker_max_cooldown_s=1.0)
+    results = run_engine(where, setup, *steps)
+    runs = [result for result in results if "ids" in result]
+    assert [run["ids"] for run in runs] == [plain] * 4
+    assert results[3]["entries"] == 0
+    assert [run["cached"] for run in runs] == [0, 0, 0, WHOLE]
+    metrics = results[-1]
+    assert metrics["vllm:kvxfer_store_chunks{io}"] >= 8
+    assert metrics["vllm:kvxfer_io_errors{store,full}"] == metrics["vllm:kvxfer_store_chunks{io}"]
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_store_and_another_one_after_it(
+    where: Path, model: Path, plain: list[int], tmp_root: Path
+) -> None:
+    setup = with_connector(model, tmp_root)
+    killed = start_engine(where, setup, ["kill", "pwrite"], ["run"], ["fill"])
+    killed.communicate(timeout=500)
+    assert killed.returncode == -signal.SIGKILL
+    results = run_engine(where, setup, ["usage"], ["run"], ["fill"], ["run"], ["metrics"])
+    assert results[0]["entries"] < 12
+    assert [results[n]["ids"] for n in (1, 3)] == [plain] * 2
+    assert results[3]["cached"] == WHOLE and not damaged(results[-1])
+
+
+@pytest.mark.slow
+def test_two_servers_at_once(where: Path, model: Path, plain: list[int], tmp_root: Path) -> None:
+    setup = with_connector(model, tmp_root)
+    steps = (["run"], ["fill"], ["run"], ["fill"], ["run"], ["metrics"])
+    other = start_engine(where, setup, *steps)
+    results = [run_engine(where, setup, *steps)]
+    out, err = other.communicate(timeout=500)
+    assert other.returncode == 0, err[-3000:]
+    results.append([json.loads(line.removeprefix("RESULT ")) for line in out.splitlines() if "RESULT" in line])
+    for result in results:
+        assert [run["ids"] for run in result if "ids" in run] == [plain] * 3
+        assert result[4]["cached"] == WHOLE and not damaged(result[5])
+
+
+@pytest.mark.slow
+def test_a_measured_deadline(where: Path, model: Path, plain: list[int], tmp_root: Path) -> None:
+    """A read never returns: the request is waited for no longer than recomputing takes here, which was measured."""
+    setup = with_connector(model, tmp_root, recompute_tokens_per_s="measured", io_timeout_s=600.0)
+    steps = (["run"], ["fill"], ["usage"], ["hang"], ["run"], ["release"], ["metrics"])
+    results = run_engine(where, setup, *steps)
+    assert results[2]["pace"] > 10
+    late = results[4]
+    assert late["ids"] == plain and late["cached"] < WHOLE and late["seconds"] < 120
+    assert results[-1]["vllm:kvxfer_load_chunks{cut}"] >= 1
