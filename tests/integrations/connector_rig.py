@@ -5,6 +5,7 @@ Imports the real vLLM, so whoever imports this is skipped where there is none.
 
 from __future__ import annotations
 
+import importlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ with warnings.catch_warnings():  # torch's and vLLM's own, while they are import
     from kvxfer.integrations.vllm_pages import pages_of
     from kvxfer.integrations.vllm_rank import block_table_of
     from kvxfer.integrations.vllm_setup import MODULE, SPEC, ConnectorConfig, setup_of
+
+    importlib.import_module("vllm.v1.attention.backends.cpu_attn")  # as it will be when the kernel is asked for
 
 __all__ = [
     "ConnectorConfig",
