@@ -8,6 +8,7 @@ are bounded: a thread opens slab files and hands jobs to the native runner.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections import deque
@@ -93,7 +94,7 @@ class Rank:
             max_lost_threads=self._staging_limit // staging_buffer(self._pages[ALIGNMENT].mapping.slot) - threads,
             read_piece_bytes=self.config.read_piece_bytes,
         )
-        self._pid = self._runner._pid
+        self._pid = os.getpid()
         self._files = SlabFiles(root)
         self._lock = threading.Condition()
         self._queue: deque[_Job] = deque()  # not handed to the runner; the first is being opened

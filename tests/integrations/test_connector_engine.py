@@ -217,9 +217,12 @@ def test_two_servers_at_once(where: Path, model: Path, plain: list[int], tmp_roo
 
 @pytest.mark.slow
 def test_a_measured_deadline(where: Path, model: Path, plain: list[int], tmp_root: Path) -> None:
-    """A read never returns: the request is waited for no longer than recomputing takes here, which was measured."""
+    """A read never returns: the request is waited for no longer than recomputing takes here, which was measured.
+
+    It has not returned either when the server shuts down.
+    """
     setup = with_connector(model, tmp_root, recompute_tokens_per_s="measured", io_timeout_s=600.0)
-    steps = (["run"], ["fill"], ["usage"], ["hang"], ["run"], ["release"], ["metrics"])
+    steps = (["run"], ["fill"], ["usage"], ["hang"], ["run"], ["metrics"])
     results = run_engine(where, setup, *steps)
     assert results[2]["pace"] > 10
     late = results[4]
