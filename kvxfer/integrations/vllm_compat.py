@@ -12,6 +12,7 @@
 | names of `SharedOffloadRegion`'s arguments | `num_blocks`, `kv_bytes_per_block` | `num_chunks`, `kv_bytes_per_chunk` |
 | replicated pages (MLA) in canonical rows | rank 0 alone is told to store | every rank is |
 | a load that is waited for | not told | 0.33: `submit_load(..., expedited=)` |
+| where cached tokens came from | not asked | `OffloadingManager.get_load_source` |
 
 Each difference is found by looking at what is there, not at a version number.
 """
@@ -32,9 +33,13 @@ try:
     import vllm
     from vllm import envs
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_offload.base import (
+        LoadStoreSpec,
         Locality,
         LookupResult,
         Medium,
@@ -42,7 +47,11 @@ try:
         OffloadingEvent,
         OffloadingGaugeMetadata,
         OffloadingHistogramMetadata,
+        OffloadingManager,
+        OffloadingSpec,
         OffloadingWorker,
+        OffloadPolicy,
+        PrepareStoreOutput,
         RequestOffloadingContext,
         TransferResult,
     )
@@ -50,26 +59,36 @@ try:
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 except ImportError as exc:
-    raise ImportError(f"kvxfer's tier needs vLLM 0.28 to 0.33: {exc}", name=exc.name, path=exc.path) from exc
+    raise ImportError(f"kvxfer's adapters need vLLM 0.28 to 0.33: {exc}", name=exc.name, path=exc.path) from exc
 
 __all__ = [
+    "FullAttentionSpec",
     "JobResult",
+    "LoadStoreSpec",
     "Locality",
     "LookupResult",
     "Medium",
+    "OffloadPolicy",
+    "OffloadingConnector",
     "OffloadingConnectorStats",
     "OffloadingCounterMetadata",
     "OffloadingEvent",
     "OffloadingGaugeMetadata",
     "OffloadingHistogramMetadata",
+    "OffloadingManager",
+    "OffloadingSpec",
     "OffloadingWorker",
+    "OffloadingWorkerMetadata",
+    "PrepareStoreOutput",
     "RequestOffloadingContext",
     "SecondaryTierManager",
     "TieringOffloadingSpec",
     "TransferResult",
     "canonical_format",
+    "cpu_kernel",
     "detector_argument",
     "device_type",
+    "disk_source",
     "empty_histogram",
     "event",
     "is_cpu_platform",
@@ -81,6 +100,7 @@ __all__ = [
     "pipeline_partition",
     "rank0_stores_alone",
     "served_vllm_config",
+    "tell_cached",
     "told_by_rank0",
     "vllm_release",
 ]
@@ -225,3 +245,40 @@ def served_vllm_config() -> Any:
     from vllm.config import get_current_vllm_config_or_none
 
     return get_current_vllm_config_or_none()
+
+
+# ---- the connector: vllm_connector.py and its parts -----------------------------------------------------------------
+
+
+def disk_source() -> Any:
+    """What vLLM calls a hit that came from the drive; None where it does not ask."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.DISK
+
+
+def tell_cached(request: Any) -> None:
+    """Corrects what vLLM will say of a request's cached tokens, once it knows that some were not loaded.
+
+    It takes the number down before a load, from the lookup, and leaves it at that.
+    """
+    stats = request.prefill_stats
+    if stats is not None and request.num_computed_tokens < stats.num_cached_tokens:
+        local = min(stats.num_local_cached_tokens, request.num_computed_tokens)
+        stats.set(stats.num_prompt_tokens, local, request.num_computed_tokens - local)
+
+
+def cpu_kernel(dtype: Any, tokens_per_block: int, head_dim: int) -> str:
+    """Which of vLLM's attention kernels for CPUs fills the pages here: each orders the elements of a key its own way.
+
+    Raises:
+        ConfigError: this vLLM does not say.
+    """
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        return str(_get_attn_isa(dtype, tokens_per_block, head_dim))
+    except (ImportError, TypeError) as exc:
+        raise ConfigError(f"this vLLM does not say which kernel orders the pages' elements: {exc}") from exc

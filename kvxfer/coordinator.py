@@ -1,0 +1,407 @@
+"""Stores and loads of several ranks together, each with its own part of every chunk: the side that decides.
+
+It owns the store. `store` and `load` say which slots a ticket is about, every rank moves its part (ranks.py), and what
+they report decides: a chunk is published when all ranks have sealed their parts, and slots come back by reports alone.
+Nothing here waits for the disk or another process but the constructor, `reset`, `drain` and `shutdown`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvxfer import _native
+from kvxfer.bitmap import CompletionBitmap
+from kvxfer.breaker import Permit
+from kvxfer.config import EngineConfig
+from kvxfer.intake import Intake
+from kvxfer.jobs import LOAD, STORE, ChunkError, JobOutcome, Status
+from kvxfer.keys import Namespace, check_key
+from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
+from kvxfer.report import engine_reporter
+from kvxfer.results import PendingJob, TransferResult
+from kvxfer.slot import SlotLayout
+from kvxfer.store import Entry, Reservation, Store
+from kvxfer.supply import SlotSupply
+from kvxfer.tickets import NOWHERE, Failure, Place, Report, Settled, Ticket, chunk_errors
+
+__all__ = ["Coordinator"]
+
+AT_HAND = 64
+SHARE = 4  # reserved ahead is at most 1/SHARE of all slots that there is room for
+COUNTERS = tuple(name for name, *_ in _native.Stats._fields_)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A ticket that not every rank has settled."""
+
+    ticket: Ticket
+    owner: str
+    job: PendingJob  # for what is counted: every key that was asked for
+    index: list[int]  # of the job, for each of the ticket's places
+    permit: Permit
+    entries: list[Entry | None] = field(default_factory=list)  # loads: pinned, one a place
+    slots: list[Reservation] = field(default_factory=list)  # stores: one a place
+    settled: Settled = field(default_factory=Settled)
+
+
+class Coordinator:
+    """Tickets for a fixed number of ranks. One thread's.
+
+    Args:
+        store: open; stays the caller's, and must outlive this.
+        namespace: what the bytes mean; registered here.
+        slot: of the root's alignment.
+        ranks: how many settle each ticket.
+        at_hand: slots reserved ahead at rest: what may be asked for at once.
+        stored: is told keys that were published, by whichever thread published them.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: Namespace,
+        slot: SlotLayout,
+        *,
+        ranks: int,
+        config: EngineConfig | None = None,
+        at_hand: int = AT_HAND,
+        stored: Callable[[list[bytes]], None] = lambda keys: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self._store, self._slot, self._ranks, self._stored = store, slot, ranks, stored
+        self._tokens = namespace.tokens_per_chunk
+        self._totals: dict[int, dict[str, int]] = {}  # by rank
+        self._intake = Intake(self.config, self._counters, clock)
+        self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
+        room = max(1, store.config.slab_budget[0] // slot.slot_bytes)
+        most = max(1, min(self.config.max_queued_store_chunks, room // SHARE))
+        self._supply = SlotSupply(store, namespace, slot, least=max(1, at_hand), most=most)
+        self._number = 0
+        self._open: dict[int, _Open] = {}
+        self._queued = {STORE: 0, LOAD: 0}  # chunks of open tickets
+        self._writing: set[bytes] = set()  # keys under way to the store
+        self._published: deque[tuple[_Open, list[int], list[bool]]] = deque()  # what the supply has committed
+        self._committing = 0
+        self._outstanding: dict[int, int] = {}  # generation: writes of ranks that were given up and have not returned
+        self._quarantined: dict[int, Reservation] = {}  # by generation
+        self._seconds: deque[tuple[int, float]] = deque(maxlen=4096)  # direction and time of tickets, not taken yet
+        self._failed: dict[str, dict[bytes, int]] = {}  # by owner: keys that did not arrive, in which generation
+        self._closed = False
+
+    # ---- lookups ---------------------------------------------------------------------------------------------------
+
+    @property
+    def digest(self) -> bytes:
+        """Of the namespace that tickets which start now are about."""
+        return self._supply.digest
+
+    def lookup(self, key: bytes, owner: str = "") -> bool:
+        """Whether a chunk is stored: a claim, which a load proves. False for one that failed this owner, as stored."""
+        found = not self._closed and self._intake.room(1) > 0 and self._store.contains(self.digest, key)
+        if found and (failed := self._failed.get(owner)) and key in failed:
+            (entry,) = self._store.pin(self.digest, [key])
+            self._store.unpin([entry])
+            found = entry is not None and entry.generation != failed[key]
+        self._observer.looked_up(1, int(found))
+        return found
+
+    def touch(self, keys: Collection[bytes]) -> None:
+        """Counts as a use of those that are stored."""
+        self._store.touch(self.digest, keys)
+
+    def begin(self, owner: str) -> None:
+        """What fails this owner from now on is remembered for it."""
+        self._failed.setdefault(owner, {})
+
+    def end(self, owner: str) -> None:
+        """It asks no more."""
+        self._failed.pop(owner, None)
+
+    # ---- tickets ---------------------------------------------------------------------------------------------------
+
+    def load(self, keys: Sequence[bytes], owner: str = "", *, seconds: float | None = None) -> Ticket:
+        """A ticket for loading these chunks. Those that cannot be read have no place: every rank fails them."""
+        digest = self.digest
+        job = PendingJob(self._next(), LOAD, tuple(map(check_key, keys)), self._blocks(len(keys)))
+        entries = self._store.pin(digest, keys)
+        permit = self._intake.admit(LOAD, sum(entry is not None for entry in entries))
+        room = self.config.max_queued_load_chunks - self._queued[LOAD]
+        left = min(permit.chunks, room) if self._intake.enabled else 0
+        places: list[Place] = []
+        for position, (key, entry) in enumerate(zip(keys, entries, strict=True)):
+            if entry is None:
+                places.append(Place(key, NOWHERE, 0, 0))
+            elif left > 0:
+                places.append(Place(key, entry.slab.slab_id, entry.slot, entry.generation))
+                left -= 1
+            else:  # held back: it is there, and must be a miss for this owner all the same
+                places.append(Place(key, NOWHERE, 0, entry.generation))
+                self._store.unpin([entry])
+                entries[position] = None
+        ticket = self._ticket(job, digest, tuple(places), seconds)
+        self._open[ticket.number] = _Open(ticket, owner, job, list(range(len(keys))), permit, entries=entries)
+        self._queued[LOAD] += len(keys)
+        return ticket
+
+    def store(self, keys: Sequence[bytes], owner: str = "") -> tuple[list[bytes], Ticket | None]:
+        """A ticket for storing those of these chunks that are not there, and for which there are slots; and which.
+
+        The rest are dropped and counted. No ticket where nothing is to be written.
+        """
+        self._collect()
+        digest = self.digest
+        absent: dict[bytes, int] = {}
+        for position, key in enumerate(keys):
+            if key not in absent and key not in self._writing and not self._store.contains(digest, key):
+                absent[key] = position
+        job = PendingJob(self._next(), STORE, tuple(map(check_key, keys)), self._blocks(len(keys)))
+        wanted, dropped = self._admitted(list(absent.values()))
+        permit = self._intake.admit(STORE, len(wanted))
+        wanted, held_back = wanted[: permit.chunks], wanted[permit.chunks :]
+        slots = self._supply.take(len(wanted)) if wanted and not self._closed else []
+        wanted, lacking = wanted[: len(slots)], wanted[len(slots) :]
+        for positions, why in ((dropped, self._refusal), (held_back, Status.BREAKER), (lacking, Status.NO_SPACE)):
+            for position in positions:
+                job.fail(position, why)
+        missing = {*dropped, *held_back, *lacking, *wanted}
+        for position in range(len(keys)):
+            if position not in missing:
+                job.arrive(position)
+        if not wanted:
+            self._intake.settle(STORE, permit, None)
+            self._observer.settle(job, job.result())
+            return [], None
+        chosen = [keys[position] for position in wanted]
+        places = tuple(
+            Place(key, slot.slab.slab_id, slot.slot, slot.generation) for key, slot in zip(chosen, slots, strict=True)
+        )
+        ticket = self._ticket(job, digest, places, None)
+        self._open[ticket.number] = _Open(ticket, owner, job, wanted, permit, slots=slots)
+        self._writing.update(chosen)
+        self._queued[STORE] += len(chosen)
+        return chosen, ticket
+
+    @property
+    def _refusal(self) -> Status:
+        return Status.DROPPED if self._intake.enabled else Status.OFF
+
+    def _admitted(self, positions: list[int]) -> tuple[list[int], list[int]]:
+        """What the queue has room for, and the rest."""
+        room = max(0, self.config.max_queued_store_chunks - self._queued[STORE]) if self._intake.enabled else 0
+        return positions[:room], positions[room:]
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _blocks(self, n: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        return np.zeros((n, self._slot.blocks_per_chunk), np.int64)  # which they are is the ranks' business
+
+    def _ticket(self, job: PendingJob, digest: bytes, places: tuple[Place, ...], seconds: float | None) -> Ticket:
+        return Ticket(
+            number=job.job_id,
+            direction=job.direction,
+            digest=digest,
+            alignment=self._slot.alignment,
+            direct=self._store.direct,
+            places=places,
+            seconds=seconds,
+        )
+
+    # ---- reports ---------------------------------------------------------------------------------------------------
+
+    def settle(self, report: Report) -> set[str]:
+        """Takes in what ranks say. The first failure of a chunk makes it a miss for the ticket's owner, at once.
+
+        Returns:
+            Owners of loads of which something failed.
+        """
+        short: set[str] = set()
+        self._totals |= report.totals
+        for generation, ranks in report.lost.items():
+            self._outstanding[generation] = self._outstanding.get(generation, 0) + ranks
+        for generation, ranks in report.returned.items():
+            self._outstanding[generation] = self._outstanding.get(generation, 0) - ranks
+        for number, settled in report.settled.items():
+            if (one := self._open.get(number)) is None:
+                engine_reporter.warn("ticket", f"a rank settled ticket {number}, which is not open")
+                continue
+            one.settled.merge(settled)
+            if one.ticket.is_load and settled.failed:
+                short.add(one.owner)
+                self._note_failures(one, settled.failed)
+            if one.settled.ranks >= self._ranks:
+                del self._open[number]
+                self._queued[one.ticket.direction] -= len(one.ticket.places)
+                (self._end_load if one.ticket.is_load else self._end_store)(one)
+        self._give_back()
+        self._collect()
+        self._intake.watch()
+        return short
+
+    def _note_failures(self, one: _Open, failed: dict[int, Failure]) -> None:
+        """Of a load, on the first ranks that say so: a miss for its owner, and where it is damage for everybody."""
+        places = [one.ticket.places[position] for position in failed]
+        if (known := self._failed.get(one.owner)) is not None:
+            known |= {place.key: place.generation for place in places}
+        for position, failure in failed.items():
+            entry = one.entries[position]
+            if failure.status.is_damage and entry is not None:
+                self._store.invalidate(entry, failure.status.name.lower())
+
+    def _end_load(self, one: _Open) -> None:
+        failed = one.settled.failed
+        self._store.unpin(one.entries)
+        self._intake.settle(LOAD, one.permit, self._outcome(one))
+        names = ["" if entry is None else entry.slab.name for entry in one.entries]
+        self._finish(one, chunk_errors(failed, names))
+
+    def _end_store(self, one: _Open) -> None:
+        """All ranks are done: what is whole is published, the rest comes back."""
+        failed, ticket = one.settled.failed, one.ticket
+        whole = [position for position in range(len(ticket.places)) if position not in failed]
+        for position in failed:
+            self._quarantine_or_release(one.slots[position])
+        self._intake.settle(STORE, one.permit, self._outcome(one))
+        mask = (1 << self._slot.blocks_per_chunk) - 1
+        items = [(ticket.places[position].key, one.slots[position], mask) for position in whole]
+
+        def done(answers: list[bool]) -> None:
+            self._stored([key for (key, _, _), there in zip(items, answers, strict=True) if there])
+            self._published.append((one, whole, answers))
+
+        self._committing += 1
+        if items:
+            self._supply.commit(ticket.digest, items, done)
+        else:
+            self._published.append((one, whole, []))
+
+    def _quarantine_or_release(self, slot: Reservation) -> None:
+        if self._outstanding.get(slot.generation, 0) > 0:
+            self._store.quarantine(slot)
+            self._quarantined[slot.generation] = slot
+        else:
+            self._store.release([slot])
+
+    def _give_back(self) -> None:
+        """Slots under writes that were given up come back once all of these have returned."""
+        for generation in [g for g, writes in self._outstanding.items() if writes <= 0]:
+            if (slot := self._quarantined.pop(generation, None)) is not None:
+                self._store.release([slot])
+            if slot is not None or not any(self._holds(one, generation) for one in self._open.values()):
+                del self._outstanding[generation]
+
+    def _holds(self, one: _Open, generation: int) -> bool:
+        return any(slot.generation == generation for slot in one.slots)
+
+    def _collect(self) -> None:
+        """Takes note of what was committed."""
+        while self._published:
+            one, whole, answers = self._published.popleft()
+            self._committing -= 1
+            failed = dict(one.settled.failed)
+            failed |= {
+                position: Failure(Status.INDEX) for position, there in zip(whole, answers, strict=True) if not there
+            }
+            self._writing.difference_update(place.key for place in one.ticket.places)
+            one.job.moved = len(one.ticket.places) - len(failed)
+            self._finish(one, chunk_errors(failed, [slot.slab.name for slot in one.slots]))
+
+    def _finish(self, one: _Open, errors: tuple[ChunkError, ...]) -> None:
+        """Counts a ticket that has ended."""
+        job, settled = one.job, one.settled
+        if settled.nbytes:
+            self._seconds.append((one.ticket.direction, settled.seconds))
+        job.native_ids.append(one.ticket.number)  # it reached the storage
+        failed = {error.chunk for error in errors} | settled.failed.keys()
+        arrived = set(range(len(job.keys))) - {one.index[position] for position in failed}
+        dropped = job.result().errors  # of a store: what was left out from the start
+        arrived -= {error.chunk for error in dropped}
+        result = TransferResult(
+            job.job_id,
+            CompletionBitmap.from_bools(position in arrived for position in range(len(job.keys))),
+            settled.nbytes,
+            settled.seconds,
+            (*dropped, *(_moved(error, one.index) for error in errors)),
+        )
+        self._observer.settle(job, result)
+        if errors:
+            report_errors(job, result.errors, str(self._store.config.root))
+
+    def _outcome(self, one: _Open) -> JobOutcome:
+        """What the ranks say together, as the breaker wants it."""
+        status = np.zeros(len(one.ticket.places), np.uint8)
+        for position, failure in one.settled.failed.items():
+            status[position] = Status.CANCELLED if failure.status is Status.MISS else failure.status
+        errors = chunk_errors(one.settled.failed)
+        return JobOutcome(one.ticket.number, one.ticket.direction, one.settled.nbytes, 0.0, status, errors)
+
+    # ---- the rest --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are tickets that not all ranks have settled, or chunks that are being published."""
+        self._collect()
+        return bool(self._open or self._committing)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait for what the ranks have settled to be published. False if `timeout` seconds did not suffice."""
+        done = self._supply.flush(timeout)
+        self._collect()
+        return done
+
+    def reset(self) -> int:
+        """Makes everything stored so far a miss, for all processes. May wait for the disk.
+
+        Raises:
+            IOFault, StoreError: it could not be written down, or another process keeps the root locked.
+        """
+        return self._store.bump_epoch()
+
+    def metrics(self) -> Metrics:
+        """Every series, of all ranks together. Never blocks."""
+        self._collect()
+        stats = self._counters() | {"jobs_open": len(self._open)}
+        limit = sum(totals.get("staging_limit", 0) for totals in self._totals.values())
+        read = engine_values(stats, self._queued, limit, self._intake.states(), self._intake.enabled)
+        return Metrics(self._observer.counted() | read, store_values(self._store.stats()), id(self._store))
+
+    def take_seconds(self) -> list[tuple[int, float]]:
+        """Direction and time of the tickets that moved bytes and ended since the last call."""
+        return [self._seconds.popleft() for _ in range(len(self._seconds))]
+
+    def _counters(self) -> dict[str, int]:
+        """Of all ranks' runners, added up."""
+        return {name: sum(totals.get(name, 0) for totals in self._totals.values()) for name in COUNTERS}
+
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """Publish what all ranks have sealed, and end. Ranks should have been shut down.
+
+        Slots that a rank may still write to stay this process's until it ends.
+
+        Returns:
+            False: the thread that publishes is in a call that has not returned.
+        """
+        if self._closed:
+            return True
+        self._closed = True
+        ended = self._supply.close(self.config.shutdown_timeout_s if timeout is None else timeout)
+        self._collect()
+        for one in self._open.values():
+            self._store.unpin(one.entries)
+            for slot in one.slots:
+                self._store.quarantine(slot)
+        self._open.clear()
+        engine_reporter.flush(everything=True)
+        return ended
+
+
+def _moved(error: ChunkError, index: Sequence[int]) -> ChunkError:
+    return ChunkError(index[error.chunk], error.status, error.errno, where=error.where)

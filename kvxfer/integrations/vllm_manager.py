@@ -1,0 +1,253 @@
+"""The scheduler's half of KvxferConnector: vLLM's OffloadingManager over a coordinator of ranks.
+
+Every method runs on the scheduler's thread, and none but `reset_cache` and `shutdown` waits for anything. vLLM dies of
+what a manager raises, hence the broad excepts: each answers as the worst of the storage would, and `_report` keeps a
+defect's trace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer.coordinator import Coordinator
+from kvxfer.errors import KvxferError
+from kvxfer.integrations import vllm_compat as compat
+from kvxfer.integrations.vllm_compat import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
+from kvxfer.integrations.vllm_events import EventLog
+from kvxfer.integrations.vllm_journal import Journal, WatchedPolicy
+from kvxfer.integrations.vllm_metrics import Told
+from kvxfer.integrations.vllm_setup import Setup
+from kvxfer.jobs import LOAD, STORE
+from kvxfer.layout import kvx1_slot
+from kvxfer.pace import Pace
+from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
+from kvxfer.report import engine_reporter
+from kvxfer.store import Entry, Store
+from kvxfer.tickets import NOWHERE, Place, Report, Ticket
+
+__all__ = ["KvxferManager", "SlotsSpec"]
+
+OWNER = "kvxfer"  # what KV events say
+NOT_BEGUN = -1  # number of the ticket of a load that could not begin
+STATS_S = 0.25  # metrics are told at most this often
+_POLICIES: dict[str, Callable[[], CachePolicy[Entry]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
+_DIRECTIONS = {LOAD: "load", STORE: "store"}
+
+
+@dataclass
+class SlotsSpec(LoadStoreSpec):
+    """Where the chunks of a job are on the drive: what vLLM carries from the scheduler to every rank."""
+
+    ticket: Ticket
+
+
+class KvxferManager(OffloadingManager):
+    """Which chunks are on the drive, and what becomes of those under way: by the ranks' reports alone.
+
+    Raises:
+        ConfigError, FormatError, StoreError, IOFault: the root cannot be opened; says why.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup, tier = setup, setup.config.tier
+        self.pace = Pace()  # of this server; the connector feeds it
+        self._locality = None if tier.locality is None else compat.Locality(tier.locality)
+        policy, journal = _POLICIES[tier.policy], Journal()
+        events = tier.enable_kv_events and setup.events
+        if tier.enable_kv_events and not events:
+            engine_reporter.warn("events", "enable_kv_events is set, but vLLM's KV events are off: there are none")
+        self._store = Store.open(
+            tier.store,
+            writers=tier.engine.io_threads,
+            policy=(lambda: WatchedPolicy(policy(), journal)) if events else policy,
+        )
+        try:
+            slot = kvx1_slot(setup.geometry, blocks_per_chunk=setup.blocks_per_chunk, alignment=self._store.alignment)
+            self._coordinator = Coordinator(
+                self._store,
+                setup.namespace,
+                slot,
+                ranks=setup.shard.tp_size,
+                config=tier.engine,
+                at_hand=setup.step_chunks,
+                stored=self._stored,
+            )
+        except BaseException:  # whatever it is, the root must not stay open behind a server that there is not
+            self._store.close()
+            raise
+        self._events = EventLog(journal, self._coordinator.digest, self._store.contains) if events else None
+        self._broken: set[str] = set()  # requests for which a call of ours failed: they miss
+        self._told, self._told_at = Told(), -STATS_S
+        self._closed = False
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """Chunks of a request are offered for storing also where they were loaded.
+
+        What failed to load is computed anew, and only so is it stored anew; what is there drops out.
+        """
+        self._coordinator.begin(req_context.req_id)
+        return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """What failed for it is forgotten."""
+        self._coordinator.end(req_context.req_id)
+        self._broken.discard(req_context.req_id)
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """HIT or MISS, at once, from memory. MISS for a chunk that failed for this request and was not stored since.
+
+        (vLLM looks up again as soon as a request's first chunk failed: a hit on it would be loaded again, for ever.)
+        """
+        try:
+            request = req_context.req_id
+            allowed = getattr(req_context, "load_tier_filter", None)
+            if request in self._broken or (
+                allowed is not None and not allowed.allows(compat.Medium.STORAGE, self._locality)
+            ):
+                return LookupResult.MISS
+            return LookupResult.HIT if self._coordinator.lookup(key, request) else LookupResult.MISS
+        except Exception as exc:  # a lookup that raises kills the engine: a miss
+            _report("lookup", exc)
+            return LookupResult.MISS
+
+    def get_load_source(self, key: bytes, req_context: Any) -> Any:
+        """From the drive."""
+        return compat.disk_source()
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Counts as a use."""
+        try:
+            self._coordinator.touch(keys)
+        except Exception as exc:  # a use that is not counted
+            _report("touch", exc)
+
+    # ---- jobs ------------------------------------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
+        """Where these chunks are; they stay there until all ranks have settled them."""
+        keys = list(keys)
+        try:
+            return SlotsSpec(self._coordinator.load(keys, req_context.req_id, seconds=self._seconds(len(keys))))
+        except Exception as exc:  # nothing arrives, and nothing of this request is asked for again
+            _report("load", exc)
+            self._broken.add(req_context.req_id)
+            places = tuple(Place(key, NOWHERE, 0, 0) for key in keys)
+            return SlotsSpec(
+                Ticket(number=NOT_BEGUN, direction=LOAD, digest=bytes(32), alignment=4096, direct=False, places=places)
+            )
+
+    def _seconds(self, chunks: int) -> float | None:
+        """How long a load of so many chunks may take: no longer than recomputing them would."""
+        config = self._setup.config
+        seconds = [] if config.tier.deadline_s is None else [config.tier.deadline_s]
+        rate = self.pace.tokens_per_s if config.measured else config.tier.recompute_tokens_per_s
+        if rate:
+            seconds.append(chunks * self._setup.tokens_per_chunk / float(rate))
+        return min(seconds) if seconds else None
+
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
+        """Slots for what is not there yet; what there are none for is dropped and counted."""
+        try:
+            chosen, ticket = self._coordinator.store(list(keys), req_context.req_id)
+        except Exception as exc:  # nothing is stored
+            _report("store", exc)
+            return None
+        spec = LoadStoreSpec() if ticket is None else SlotsSpec(ticket)
+        return PrepareStoreOutput(keys_to_store=chosen, store_spec=spec, evicted_keys=[])
+
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Nothing: what the ranks report decides, since after a reset vLLM does not call this."""
+
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        """Nothing, as `complete_load`."""
+
+    def settle(self, report: Report) -> Collection[str]:
+        """Takes in what the ranks say; to be called before vLLM hears that the jobs are done.
+
+        Returns:
+            Requests that did not get all that was to be loaded for them.
+        """
+        try:
+            report.settled.pop(NOT_BEGUN, None)
+            return self._coordinator.settle(report)
+        except Exception as exc:  # some slots stay taken
+            _report("report", exc)
+            return ()
+
+    def has_pending_work(self) -> bool:
+        """Whether there are jobs that not all ranks have settled, or chunks that are being published."""
+        return not self._closed and self._coordinator.is_busy
+
+    # ---- events, reset, shutdown -----------------------------------------------------------------------------------
+
+    def _stored(self, keys: list[bytes]) -> None:
+        if self._events is not None:
+            self._events.stored(keys)
+
+    def take_events(self) -> Iterable[Any]:
+        """KV events: chunks that this server stored, and those of them that are gone since."""
+        if self._events is None or self._closed:
+            return ()
+        try:
+            told = self._events.take(self._coordinator.digest)
+        except Exception as exc:  # some are not told: events are hints
+            _report("events", exc)
+            return ()
+        return [compat.event(keys, removed=removed, owner=OWNER, locality=self._locality) for removed, keys in told]
+
+    def reset_cache(self) -> None:
+        """vLLM's prefix cache is reset, for new weights, or for sleep or pause, and it does not say for which.
+
+        With reset_on_drain all that is stored becomes a miss here, for other processes too.
+        """
+        if self._closed:
+            return
+        try:
+            self._coordinator.drain(self._setup.config.tier.drain_timeout_s)
+            if self._setup.config.tier.reset_on_drain:
+                self._coordinator.reset()
+        except Exception as exc:  # everything stays as it was; said
+            _report("reset", exc)
+
+    def shutdown(self) -> None:
+        """Publish what all ranks have sealed, and give the root back. Bounded; twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._coordinator.shutdown()
+        finally:
+            self._store.close()
+
+    def get_stats(self) -> Any | None:
+        """What has changed since the last call, at most every STATS_S."""
+        now = time.monotonic()
+        if self._closed or now - self._told_at < STATS_S:
+            return None
+        self._told_at = now
+        try:
+            for direction, seconds in self._coordinator.take_seconds():
+                self._told.observe(_DIRECTIONS[direction], self._store.io_mode, seconds)
+            return self._told.news(self._coordinator.metrics())
+        except Exception as exc:  # told with the next: they are totals
+            _report("metrics", exc)
+            return None
+
+
+def _report(what: str, exc: Exception) -> None:
+    """Errors of our own are said; others are defects, and leave their trace. None reaches vLLM."""
+    engine_reporter.warn(
+        f"connector {what}", f"connector: {what} failed: {exc}", exc_info=None if isinstance(exc, KvxferError) else exc
+    )

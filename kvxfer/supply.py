@@ -1,0 +1,173 @@
+"""Slots at hand for a caller who may not wait, and commits that it does not wait for.
+
+Reserving and committing may block on the disk, the index and other processes. So a thread keeps some slots reserved
+ahead of what is asked for, publishes what was written, and goes on in the namespace of a weight epoch that was raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvxfer.errors import IOFault, KvxferError, StoreError
+from kvxfer.keys import Namespace
+from kvxfer.report import engine_reporter
+from kvxfer.slot import SlotLayout
+from kvxfer.store import Reservation, Store
+
+BATCH = 64  # slots reserved at once: a take meanwhile waits for no more than the caller's own lock
+WATCH_S = 0.1  # how long the thread sleeps at most, and how long it leaves a store alone that gave nothing
+IDLE_S = 10.0  # after so long without a take, half of what is above the least is given back
+
+Item = tuple[bytes, Reservation, int]
+Committed = Callable[[list[bool]], None]
+
+
+class SlotSupply:
+    """A store's slots of one layout, some of them reserved ahead. All methods but `close` return at once.
+
+    Args:
+        store: open; stays the caller's.
+        namespace: registered here, and anew when the weight epoch is raised.
+        least, most: slots to have at hand: at rest, and after more than that was asked for at once.
+    """
+
+    def __init__(self, store: Store, namespace: Namespace, slot: SlotLayout, *, least: int, most: int) -> None:
+        self._store, self._namespace, self._slot = store, namespace, slot
+        self._epoch = store.weight_epoch  # before the digest: one raised in between is seen by `_renew`
+        self.digest = store.register(namespace, slot)
+        self._least, self._most = min(least, most), most
+        self._target = self._least
+        self._work = threading.Condition()
+        self._free: deque[Reservation] = deque()
+        self._commits: deque[tuple[bytes, Sequence[Item], Committed]] = deque()
+        self._committing = False
+        self._taken_at = self._retry_at = time.monotonic()
+        self._stop = False
+        self._refill()  # while starting, a caller may wait: the first store finds slots
+        self._thread = threading.Thread(target=self._serve, name="kvxfer-supply", daemon=True)
+        self._thread.start()
+
+    def take(self, n: int) -> list[Reservation]:
+        """Up to n slots; fewer where there are no more at hand, and then more will be another time."""
+        with self._work:
+            taken = [self._free.popleft() for _ in range(min(n, len(self._free)))]
+            self._taken_at = time.monotonic()
+            if len(taken) < n:
+                self._target = min(self._most, max(2 * self._target, self._target + n))
+            self._work.notify_all()
+        return taken
+
+    def put_back(self, reservations: Sequence[Reservation]) -> None:
+        """Gives slots back into which nothing was written."""
+        self._store.release(reservations)
+
+    def commit(self, digest: bytes, items: Sequence[Item], done: Committed) -> None:
+        """Publish what was written, in `digest`; the thread then calls `done` with an answer for each item."""
+        with self._work:
+            if not self._stop:
+                self._commits.append((digest, items, done))
+                self._work.notify_all()
+                return
+        self._store.release([slot for _, slot, _ in items])
+        done([False] * len(items))
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything is committed. False if `timeout` seconds did not suffice."""
+        with self._work:
+            return self._work.wait_for(lambda: not self._commits and not self._committing, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Commit what is queued, give the slots at hand back and end. False: the thread is in a call of its own."""
+        with self._work:
+            self._stop = True
+            self._work.notify_all()
+        self._thread.join(max(0.0, timeout))
+        with self._work:
+            free, self._free = list(self._free), deque()
+            left, self._commits = list(self._commits), deque()
+        self._store.release(free)
+        for _, items, done in left:
+            self._store.release([slot for _, slot, _ in items])
+            done([False] * len(items))
+        return not self._thread.is_alive()
+
+    # ---- the thread's side -----------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            with self._work:
+                self._work.wait_for(self._has_work, WATCH_S)
+                commits, self._commits = list(self._commits), deque()
+                self._committing = bool(commits)
+                stop = self._stop
+            for digest, items, done in commits:
+                done(self._publish(digest, items))
+            with self._work:
+                self._committing = False
+                self._work.notify_all()
+            if stop:
+                return
+            try:
+                self._renew()
+                self._refill()
+                self._shrink()
+            except Exception as exc:  # a defect, or a store that was closed: the thread must go on, or nothing commits
+                engine_reporter.warn(
+                    "supply", f"slots cannot be had: {exc}", exc_info=None if isinstance(exc, KvxferError) else exc
+                )
+                self._retry_at = time.monotonic() + WATCH_S
+
+    def _has_work(self) -> bool:
+        lacking = len(self._free) < self._target and time.monotonic() >= self._retry_at
+        return bool(self._commits) or self._stop or lacking
+
+    def _publish(self, digest: bytes, items: Sequence[Item]) -> list[bool]:
+        try:
+            return self._store.commit(digest, items)
+        except Exception as exc:  # a store that was closed, no memory: whoever waits for it must hear of it
+            engine_reporter.warn(
+                "commit",
+                f"{len(items)} written chunks could not be committed: {exc}",
+                exc_info=None if isinstance(exc, KvxferError) else exc,
+            )
+            self._store.release([slot for _, slot, _ in items])
+            return [False] * len(items)
+
+    def _renew(self) -> None:
+        """Goes on in the namespace of a weight epoch that was raised, by whatever process."""
+        epoch = self._store.weight_epoch
+        if epoch == self._epoch:
+            return
+        try:
+            self.digest = self._store.register(self._namespace, self._slot)
+        except (StoreError, IOFault):  # the next turn tries again: until then all is a miss
+            return
+        self._epoch = epoch
+        message = f"weight epoch {epoch}: everything stored before is a miss"
+        engine_reporter.warn("epoch", message, level=logging.INFO, epoch=epoch)
+
+    def _refill(self) -> None:
+        """Reserves what is lacking."""
+        while not self._stop and not self._commits and time.monotonic() >= self._retry_at:
+            lacking = min(BATCH, self._target - len(self._free))
+            if lacking < 1:
+                return
+            got = self._store.reserve(self.digest, self._slot, lacking)
+            with self._work:
+                self._free.extend(got)
+            if len(got) < lacking:  # full of what is in use, or the disk gives no more: not asked at every step
+                self._retry_at = time.monotonic() + WATCH_S
+
+    def _shrink(self) -> None:
+        """Gives back what a rush needed, once nobody asks for it any more."""
+        with self._work:
+            if self._target == self._least or time.monotonic() - self._taken_at < IDLE_S:
+                return
+            self._taken_at = time.monotonic()
+            self._target = max(self._least, self._target // 2)
+            surplus = [self._free.pop() for _ in range(max(0, len(self._free) - self._target))]
+        self._store.release(surplus)

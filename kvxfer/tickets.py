@@ -1,0 +1,110 @@
+"""What a coordinator and its ranks tell each other about loads and stores. Plain data: it crosses processes.
+
+    coordinator  --Ticket-->  every rank          which chunks, and where each of them is
+    coordinator  <--Report--  all ranks, merged   what became of them
+
+Every rank moves its own part of every chunk of a ticket and settles it exactly once. A chunk counts when all ranks have
+settled it without a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvxfer.jobs import LOAD, ChunkError, Status
+
+NOWHERE = -1  # Place.slab of a chunk that is not in the store
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk is, or is to be, by names that mean the same in every process."""
+
+    key: bytes
+    slab: int  # its number, or NOWHERE
+    slot: int  # of the slab
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """One load or store."""
+
+    number: int  # of its coordinator; never given twice
+    direction: int  # jobs.STORE or jobs.LOAD
+    digest: bytes  # of the namespace, 32 bytes
+    alignment: int  # of the root
+    direct: bool  # whether its files are opened with O_DIRECT
+    places: tuple[Place, ...]  # in prefix order
+    seconds: float | None = None  # loads: a rank ends it so long after it began, with what has arrived
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it is a load."""
+        return self.direction == LOAD
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank's part of a chunk did not make it."""
+
+    status: Status
+    errno: int = 0
+
+    @property
+    def gravity(self) -> tuple[int, int, int]:
+        """Of several ranks' failures the gravest counts: damage, then a write that may still land, then the rest."""
+        return (2 if self.status.is_damage else self.status is Status.LOST, int(self.status), self.errno)
+
+
+@dataclass(slots=True)
+class Settled:
+    """What ranks say of one ticket."""
+
+    ranks: int = 0  # that have settled it
+    failed: dict[int, Failure] = field(default_factory=dict)  # by position in the ticket
+    nbytes: int = 0  # payload moved, over the ranks
+    seconds: float = 0.0  # the slowest rank's
+
+    def merge(self, other: Settled) -> None:
+        """Takes in what other ranks say: a chunk that failed on any of them has failed."""
+        self.ranks += other.ranks
+        self.nbytes += other.nbytes
+        self.seconds = max(self.seconds, other.seconds)
+        for position, failure in other.failed.items():
+            known = self.failed.get(position)
+            if known is None or known.gravity < failure.gravity:
+                self.failed[position] = failure
+
+
+@dataclass(slots=True)
+class Report:
+    """What ranks have to say since they were last asked. Merging gives the same in any order."""
+
+    settled: dict[int, Settled] = field(default_factory=dict)  # by number of the ticket
+    lost: dict[int, int] = field(default_factory=dict)  # generation: ranks whose write into it has not returned
+    returned: dict[int, int] = field(default_factory=dict)  # generation: ranks whose lost write has returned now
+    totals: dict[int, dict[str, int]] = field(default_factory=dict)  # by rank: its runner's counters
+
+    def __bool__(self) -> bool:
+        return bool(self.settled or self.lost or self.returned or self.totals)
+
+    def merge(self, other: Report) -> None:
+        """Takes in other ranks' report."""
+        for number, settled in other.settled.items():
+            self.settled.setdefault(number, Settled()).merge(settled)
+        for mine, theirs in ((self.lost, other.lost), (self.returned, other.returned)):
+            for generation, ranks in theirs.items():
+                mine[generation] = mine.get(generation, 0) + ranks
+        self.totals |= other.totals
+
+
+def chunk_errors(failed: dict[int, Failure], where: Iterable[str] = ()) -> tuple[ChunkError, ...]:
+    """Failures as a TransferResult lists them; plain misses are not listed."""
+    names = tuple(where)
+    return tuple(
+        ChunkError(position, failure.status, failure.errno, where=names[position] if names else "")
+        for position, failure in sorted(failed.items())
+        if failure.status is not Status.MISS
+    )
