@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -87,8 +87,9 @@ class SpreadEngine:
         """`lookup` of one key."""
         return self._engines[self._home(key, store=False)].holds(key)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Iterable[bytes]) -> None:
         """Counts as a use."""
+        keys = tuple(keys)
         for engine in self._engines:
             engine.touch(keys)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -16,21 +17,21 @@ _NOT_BUILT = {
     "policy": ("s3fifo", "s3-fifo"),
     "durability": ("fsync", "sync", "full"),
 }
-_STORE_KEYS = frozenset(field.name for field in fields(StoreConfig)) - {"root"}
-_ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
+STORE_KEYS = frozenset(field.name for field in fields(StoreConfig)) - {"root"}
+ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierConfig:
     """One tier. Times in seconds.
 
-    Its keys are `root_dir`, the fields below but `store` and `engine`, and those of StoreConfig and EngineConfig.
+    Its keys are `root_dir`, the fields below but `stores` and `engine`, and those of StoreConfig and EngineConfig.
 
     Raises:
         ConfigError: a value cannot work, or is not built; names the value and what is allowed.
     """
 
-    store: StoreConfig
+    stores: tuple[StoreConfig, ...]  # one for each root
     engine: EngineConfig
     policy: str = "lru"  # lru | arc
     durability: str = "none"  # none: nothing is synced; what a crash of the machine took is a miss, never wrong bytes
@@ -67,6 +68,11 @@ class TierConfig:
         if given is not None and (not isinstance(given, str) or not given):
             raise ConfigError(f"tier key weights_fingerprint={given!r} must be text and not empty")
 
+    @property
+    def store(self) -> StoreConfig:
+        """Of the only root, or the first."""
+        return self.stores[0]
+
     @classmethod
     def from_keys(cls, raw: Mapping[str, Any]) -> Self:
         """The configuration that `secondary_tiers` gives, `type` and `module_path` taken off.
@@ -74,20 +80,21 @@ class TierConfig:
         Raises:
             ConfigError: an unknown key, no `root_dir`, or a value that cannot work.
         """
-        own = frozenset(field.name for field in fields(cls)) - {"store", "engine"}
-        known = own | _STORE_KEYS | _ENGINE_KEYS | {"root_dir"}
+        own = frozenset(field.name for field in fields(cls)) - {"stores", "engine"}
+        known = own | STORE_KEYS | ENGINE_KEYS | {"root_dir"}
         if unknown := sorted(str(key) for key in raw if key not in known):
             raise ConfigError(f"unknown tier keys {unknown}; known keys are {sorted(known)}")
         if "root_dir" not in raw:
             raise ConfigError("tier key 'root_dir' is missing: the directory that the tier may fill")
-        root = raw["root_dir"]
-        if isinstance(root, list | tuple):
-            raise ConfigError(f"tier key root_dir={root!r} is a list: several drives are not built yet; give one path")
-        if not isinstance(root, str) or not root:
-            raise ConfigError(f"tier key root_dir={root!r} must be the path of a directory")
+        given = raw["root_dir"]
+        roots = list(given) if isinstance(given, list | tuple) else [given]
+        if not roots or not all(isinstance(root, str) and root for root in roots):
+            raise ConfigError(f"tier key root_dir={given!r} must be the path of a directory, or a list of such paths")
+        if len({os.path.realpath(root) for root in roots}) < len(roots):
+            raise ConfigError(f"tier key root_dir={given!r} names a directory twice")
         return cls(
-            store=StoreConfig.from_mapping({"root": root} | _those(raw, _STORE_KEYS)),
-            engine=EngineConfig.from_mapping(_those(raw, _ENGINE_KEYS)),
+            stores=tuple(StoreConfig.from_mapping({"root": root} | _those(raw, STORE_KEYS)) for root in roots),
+            engine=EngineConfig.from_mapping(_those(raw, ENGINE_KEYS)),
             **_those(raw, own),
         )
 

@@ -14,40 +14,40 @@ class EventLog:
     """Which chunks came and which went since it was asked last.
 
     Args:
-        journal: told by the store's policies.
-        digest: of the namespace that lookups see.
-        contains: (digest, key), whether a lookup finds it.
+        journal: told by the stores' policies.
+        digests: of the namespace that lookups see, in each root.
+        contains: whether a lookup finds a key.
     """
 
-    def __init__(self, journal: Journal, digest: bytes, contains: Callable[[bytes, bytes], bool]) -> None:
+    def __init__(self, journal: Journal, digests: frozenset[bytes], contains: Callable[[bytes], bool]) -> None:
         self._journal, self._contains = journal, contains
-        self._digest = journal.digest = digest
+        self._digests = journal.digests = digests
         self._fresh: deque[bytes] = deque(maxlen=MOST)
 
     def stored(self, keys: Iterable[bytes]) -> None:
         """These were published just now, by whichever thread."""
         self._fresh.extend(keys)
 
-    def take(self, digest: bytes) -> list[tuple[bool, list[bytes]]]:
-        """(removed, keys), in the order in which they are to be told. `digest`: of the namespace now."""
-        told = [(True, self._gone(digest))]
+    def take(self, digests: frozenset[bytes]) -> list[tuple[bool, list[bytes]]]:
+        """(removed, keys), in the order in which they are to be told. `digests`: of the namespace now."""
+        told = [(True, self._gone(digests))]
         new: list[bytes] = []
         for _ in range(len(self._fresh)):
             key = self._fresh.popleft()
             if self._journal.announce(key):
-                if self._contains(digest, key):
+                if self._contains(key):
                     new.append(key)
                 else:  # evicted before anybody heard of it
                     self._journal.withdraw(key)
         told.append((False, new))
         return [(removed, keys) for removed, keys in told if keys]
 
-    def _gone(self, digest: bytes) -> list[bytes]:
+    def _gone(self, digests: frozenset[bytes]) -> list[bytes]:
         gone = self._journal.take_removed()
-        if digest != self._digest:  # the weight epoch was raised: nothing that was stored before counts
+        if digests != self._digests:  # a weight epoch was raised: nothing that was stored there before counts
             gone += self._journal.take_announced()
-            self._digest = self._journal.digest = digest
-        back = {key for key in gone if self._contains(digest, key)}  # replaced, or stored again by a neighbour
+            self._digests = self._journal.digests = digests
+        back = {key for key in gone if self._contains(key)}  # replaced, or stored again by a neighbour
         for key in back:
             self._journal.announce(key)
         return [key for key in dict.fromkeys(gone) if key not in back]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from kvxfer.policy import CachePolicy
+from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
 from kvxfer.store.entry import Entry
 
 
@@ -16,7 +16,7 @@ class Journal:
     """
 
     def __init__(self) -> None:
-        self.digest = b""  # of the namespace; of others nothing is noted
+        self.digests: frozenset[bytes] = frozenset()  # of the namespace, in each root; of others nothing is noted
         self._lock = threading.Lock()
         self._awaited: set[bytes] = set()
         self._announced: set[bytes] = set()
@@ -67,17 +67,25 @@ class Journal:
 
     def inserted(self, entry: Entry) -> None:
         """The store has a new entry."""
-        if entry.key in self._awaited and entry.digest == self.digest:
+        if entry.key in self._awaited and entry.digest in self.digests:
             with self._lock:
                 self._awaited.discard(entry.key)
                 self._stored.append(entry.key)
 
     def removed(self, entry: Entry) -> None:
         """The store has lost one."""
-        if entry.key in self._announced and entry.digest == self.digest:
+        if entry.key in self._announced and entry.digest in self.digests:
             with self._lock:
                 self._announced.discard(entry.key)
                 self._removed.append(entry.key)
+
+
+_POLICIES: dict[str, Callable[[], CachePolicy[Entry]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
+
+
+def policies(name: str, journal: Journal) -> Callable[[], CachePolicy[Entry]]:
+    """What makes a store's policies, by the key `policy`: each tells the journal."""
+    return lambda: WatchedPolicy(_POLICIES[name](), journal)
 
 
 class WatchedPolicy(CachePolicy[Entry]):

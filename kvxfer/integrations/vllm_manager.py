@@ -8,7 +8,7 @@ defect's trace.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +24,14 @@ from kvxfer.integrations.vllm_compat import (
     RequestOffloadingContext,
 )
 from kvxfer.integrations.vllm_events import EventLog
-from kvxfer.integrations.vllm_journal import Journal, WatchedPolicy
+from kvxfer.integrations.vllm_journal import Journal, policies
 from kvxfer.integrations.vllm_metrics import Told
 from kvxfer.integrations.vllm_setup import Setup
 from kvxfer.jobs import LOAD, STORE
 from kvxfer.layout import kvx1_slot
 from kvxfer.pace import Pace
-from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
 from kvxfer.report import engine_reporter
-from kvxfer.store import Entry, Store
+from kvxfer.store import Store
 from kvxfer.tickets import NOWHERE, Place, Report, Ticket
 
 __all__ = ["KvxferManager", "SlotsSpec"]
@@ -40,7 +39,6 @@ __all__ = ["KvxferManager", "SlotsSpec"]
 OWNER = "kvxfer"  # what KV events say
 NOT_BEGUN = -1  # number of the ticket of a load that could not begin
 STATS_S = 0.25  # metrics are told at most this often
-_POLICIES: dict[str, Callable[[], CachePolicy[Entry]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 _DIRECTIONS = {LOAD: "load", STORE: "store"}
 
 
@@ -62,14 +60,14 @@ class KvxferManager(OffloadingManager):
         self._setup, tier = setup, setup.config.tier
         self.pace = Pace()  # of this server; the connector feeds it
         self._locality = None if tier.locality is None else compat.Locality(tier.locality)
-        policy, journal = _POLICIES[tier.policy], Journal()
+        journal = Journal()
         events = tier.enable_kv_events and setup.events
         if tier.enable_kv_events and not events:
             engine_reporter.warn("events", "enable_kv_events is set, but vLLM's KV events are off: there are none")
         self._store = Store.open(
             tier.store,
             writers=tier.engine.io_threads,
-            policy=(lambda: WatchedPolicy(policy(), journal)) if events else policy,
+            policy=policies(tier.policy, journal),
         )
         try:
             slot = kvx1_slot(setup.geometry, blocks_per_chunk=setup.blocks_per_chunk, alignment=self._store.alignment)
@@ -85,7 +83,7 @@ class KvxferManager(OffloadingManager):
         except BaseException:  # whatever it is, the root must not stay open behind a server that there is not
             self._store.close()
             raise
-        self._events = EventLog(journal, self._coordinator.digest, self._store.contains) if events else None
+        self._events = EventLog(journal, frozenset((self._coordinator.digest,)), self._contains) if events else None
         self._broken: set[str] = set()  # requests for which a call of ours failed: they miss
         self._told, self._told_at = Told(), -STATS_S
         self._closed = False
@@ -152,7 +150,8 @@ class KvxferManager(OffloadingManager):
         """How long a load of so many chunks may take: no longer than recomputing them would."""
         config = self._setup.config
         seconds = [] if config.tier.deadline_s is None else [config.tier.deadline_s]
-        rate = self.pace.tokens_per_s if config.measured else config.tier.recompute_tokens_per_s
+        given = config.tier.recompute_tokens_per_s
+        rate = self.pace.tokens_per_s if isinstance(given, str) else given
         if rate:
             seconds.append(chunks * self._setup.tokens_per_chunk / float(rate))
         return min(seconds) if seconds else None
@@ -196,12 +195,15 @@ class KvxferManager(OffloadingManager):
         if self._events is not None:
             self._events.stored(keys)
 
+    def _contains(self, key: bytes) -> bool:
+        return self._store.contains(self._coordinator.digest, key)
+
     def take_events(self) -> Iterable[Any]:
         """KV events: chunks that this server stored, and those of them that are gone since."""
         if self._events is None or self._closed:
             return ()
         try:
-            told = self._events.take(self._coordinator.digest)
+            told = self._events.take(frozenset((self._coordinator.digest,)))
         except Exception as exc:  # some are not told: events are hints
             _report("events", exc)
             return ()

@@ -15,13 +15,12 @@ from kvxfer.coordinator import AT_HAND
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import ITEMSIZES, KVGeometry, ShardSpec
 from kvxfer.integrations import vllm_compat as compat
-from kvxfer.integrations.vllm_config import _ENGINE_KEYS, _STORE_KEYS, TierConfig
+from kvxfer.integrations.vllm_config import ENGINE_KEYS, STORE_KEYS, TierConfig
 from kvxfer.integrations.vllm_namespace import fingerprint_of
 from kvxfer.keys import Namespace, kvx1_namespace
 from kvxfer.layout import local_heads
 
 KEY = "kvxfer"  # in kv_connector_extra_config
-MEASURED = "measured"
 CONNECTOR, SPEC = "KvxferConnector", "KvxferOffloadingSpec"
 MODULE = "kvxfer.integrations.vllm_connector"
 
@@ -36,7 +35,6 @@ class ConnectorConfig:
 
     tier: TierConfig
     allow_load_failures: bool = False  # run where vLLM ends a request of which a chunk does not arrive
-    measured: bool = False  # recompute_tokens_per_s is what this server computes
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> Self:
@@ -51,21 +49,21 @@ class ConnectorConfig:
                 f"kv_connector_extra_config[{KEY!r}]={raw!r} must be an object with the keys of {CONNECTOR}, such as "
                 '{"root_dir": "/mnt/nvme/kvxfer"}'
             )
-        tier = (frozenset(each.name for each in fields(TierConfig)) - {"store", "engine"}) | {"root_dir"}
-        known = tier | _STORE_KEYS | _ENGINE_KEYS | {"allow_load_failures"}
+        tier = (frozenset(each.name for each in fields(TierConfig)) - {"stores", "engine"}) | {"root_dir"}
+        known = tier | STORE_KEYS | ENGINE_KEYS | {"allow_load_failures"}
         if unknown := sorted(str(key) for key in raw if key not in known):
             raise ConfigError(f"unknown {KEY} keys {unknown}; known keys are {sorted(known)}")
         allow = raw.get("allow_load_failures", False)
         if type(allow) is not bool:
             raise ConfigError(f"{KEY} key allow_load_failures={allow!r} must be true or false")
-        measured = raw.get("recompute_tokens_per_s") == MEASURED
-        left_out = {"allow_load_failures"} | ({"recompute_tokens_per_s"} if measured else set())
         try:
-            config = TierConfig.from_keys({key: value for key, value in raw.items() if key not in left_out})
+            config = TierConfig.from_keys({key: value for key, value in raw.items() if key != "allow_load_failures"})
         except ConfigError as exc:
             exc.add_note(f"a key of kv_connector_extra_config[{KEY!r}]")
             raise
-        return cls(tier=config, allow_load_failures=allow, measured=measured)
+        if len(config.stores) > 1:
+            raise ConfigError(f"{KEY} key root_dir={raw['root_dir']!r}: the connector has one root; give one path")
+        return cls(tier=config, allow_load_failures=allow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,33 +9,30 @@ the broad excepts: each answers as the worst of the storage would, and `_report`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from kvxfer.convert.pages import KVPages
-from kvxfer.engine import TransferEngine, TransferResult
+from kvxfer.engine import TransferResult
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.integrations import vllm_compat as compat
 from kvxfer.integrations.vllm_compat import LookupResult, Medium, RequestOffloadingContext, SecondaryTierManager
 from kvxfer.integrations.vllm_config import TierConfig
 from kvxfer.integrations.vllm_deadline import Deadlines
-from kvxfer.integrations.vllm_journal import Journal, WatchedPolicy
+from kvxfer.integrations.vllm_events import EventLog
+from kvxfer.integrations.vllm_journal import Journal
 from kvxfer.integrations.vllm_metrics import Told, definitions
 from kvxfer.integrations.vllm_namespace import check_stages, fingerprint_of, namespace_of
-from kvxfer.layout import row_mapping
-from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
+from kvxfer.integrations.vllm_roots import Roots
 from kvxfer.report import engine_reporter
-from kvxfer.store import Entry, Store
 
 __all__ = ["KvxferTier"]
 
 OWNER = "kvxfer"  # what KV events say
 CANCEL_S = 5.0  # what cancelled jobs get to end in, at a drain
 STATS_S = 0.25  # metrics are told at most this often: reading them costs more than a step's other calls together
-_POLICIES: dict[str, Callable[[], CachePolicy[Entry]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ class KvxferTier(SecondaryTierManager):
         self.locality = None if self.config.locality is None else compat.Locality(self.config.locality)
         mine = [each for each in getattr(spec, "secondary_tier_configs", ()) if each.get("type") == self.tier_type]
         if len(mine) > 1:
-            raise ConfigError(f"{len(mine)} tiers of type {self.tier_type!r}: several drives are not built yet")
+            raise ConfigError(f"{len(mine)} tiers of type {self.tier_type!r}: give one of them a list as root_dir")
         row_bytes, self._view = _row_bytes(view), view
         vllm_config = spec.config
         partition = compat.pipeline_partition()
@@ -122,28 +119,16 @@ class KvxferTier(SecondaryTierManager):
         tokens = [group.tokens_per_block * vllm_config.cache.blocks_per_chunk for group in vllm_config.groups]
         self._deadlines = Deadlines(self.config.deadline_s, self.config.recompute_tokens_per_s, tokens)
         self._journal = Journal()
-        policy = _POLICIES[self.config.policy]
-        self._store = Store.open(
-            self.config.store,
-            writers=self.config.engine.io_threads,
-            policy=lambda: WatchedPolicy(policy(), self._journal),
-        )
-        try:
-            rows = np.asarray(_Rows(view))
-            mapping = row_mapping(row_bytes, alignment=self._store.alignment)
-            pages = KVPages(mapping, [rows], len(view))
-            self._engine = TransferEngine(self._store, namespace, [pages], config=self.config.engine, live=False)
-        except BaseException:  # whatever it is, the root must not stay open behind a tier that there is not
-            self._store.close()
-            raise
-        self._journal.digest = self._digest = self._engine.digest
+        self._roots = Roots(self.config, namespace, np.asarray(_Rows(view)), len(view), self._journal)
+        self._engine, self._store = self._roots.engine, self._roots.stores[0]
+        self._journal.digests = self._roots.digests
         self._jobs: dict[int, _Job] = {}
         self._ready: list[Any] = []  # results that vLLM has not taken
         self._failed: dict[str, set[bytes]] = {}  # by request: keys that did not arrive; every request that is there
-        self._events: list[Any] | None = None
+        self._events: EventLog | None = None
         if self.config.enable_kv_events:
             if spec.kv_events_config.enable_kv_cache_events:
-                self._events = []
+                self._events = EventLog(self._journal, self._roots.digests, self._engine.contains)
             else:
                 engine_reporter.warn("events", "enable_kv_events is set, but vLLM's KV events are off: there are none")
         self._stepped = False
@@ -219,7 +204,7 @@ class KvxferTier(SecondaryTierManager):
         if job.is_load:
             self._deadlines.loads(job.request)
         else:
-            known = any(self._store.contains(self._engine.digest, key) for key in job.keys)
+            known = any(self._engine.contains(key) for key in job.keys)
             self._deadlines.offers(job.request, job.keys, known=known)
 
     def get_finished_jobs(self) -> list[Any]:
@@ -259,7 +244,8 @@ class KvxferTier(SecondaryTierManager):
         keys, missing = (job.keys, []) if complete else _split(job.keys, result)
         if not job.is_load:
             self._hit_again(keys)
-            self._announce(keys)
+            if self._events is not None:
+                self._events.stored(keys)
         elif not complete and (failed := self._failed.get(job.request)) is not None:
             failed.update(missing)
             self._journal.await_store(missing)
@@ -288,52 +274,22 @@ class KvxferTier(SecondaryTierManager):
 
     def take_events(self) -> Iterable[Any]:
         """KV events: chunks that this process's stores put there, and those of them that are gone since."""
-        if self._events is None:
+        if self._events is None or self._closed:
             return ()
-        if not self._closed:
-            try:
-                self._note_removed()
-            except Exception as exc:  # some removals are not told: events are hints
-                _report("events", exc)
-        events, self._events = self._events, []
-        return events
-
-    def _announce(self, keys: Iterable[bytes]) -> None:
-        """These keys were just stored."""
-        if self._events is None:
-            return
-        self._note_removed()  # first: those may have gone before these came
-        new: list[bytes] = []
-        for key in keys:
-            if self._journal.announce(key):
-                if self._store.contains(self._journal.digest, key):
-                    new.append(key)
-                else:  # evicted before anybody heard of it
-                    self._journal.withdraw(key)
-        self._emit(new, removed=False)
-
-    def _note_removed(self) -> None:
-        digest = self._engine.digest
-        gone = self._journal.take_removed()
-        if digest != self._digest:  # the weight epoch was raised: nothing that was stored before counts
-            gone += self._journal.take_announced()
-            self._digest = self._journal.digest = digest
-        back = [key for key in gone if self._store.contains(digest, key)]  # replaced, or stored again by a neighbour
-        for key in back:
-            self._journal.announce(key)
-        self._emit([key for key in dict.fromkeys(gone) if key not in set(back)], removed=True)
-
-    def _emit(self, keys: list[bytes], *, removed: bool) -> None:
-        if keys and self._events is not None:
-            self._events.append(compat.event(keys, removed=removed, owner=OWNER, locality=self.locality))
+        try:
+            told = self._events.take(self._roots.digests)
+        except Exception as exc:  # some are not told: events are hints
+            _report("events", exc)
+            return ()
+        return [compat.event(keys, removed=removed, owner=OWNER, locality=self.locality) for removed, keys in told]
 
     # ---- drain, reset, shutdown --------------------------------------------------------------------------------
 
     def on_schedule_end(self, context: Any) -> None:
         """The end of a step."""
         self._stepped = True
-        if self._engine.digest != self._journal.digest and self._events is None:
-            self._digest = self._journal.digest = self._engine.digest
+        if self._events is None:  # which does it where there is one
+            self._journal.digests = self._roots.digests
         self._take_stored()
 
     def drain_jobs(self) -> None:
@@ -386,7 +342,7 @@ class KvxferTier(SecondaryTierManager):
             if self._engine.shutdown() and self.config.engine.rows == "straight":
                 _KEPT.append(memoryview(self._view))
         finally:
-            self._store.close()
+            self._roots.close()
 
     # ---- metrics -----------------------------------------------------------------------------------------------
 
