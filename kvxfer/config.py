@@ -204,7 +204,7 @@ class EngineConfig:
     # A read; large enough for a drive, small enough for a cache while it is summed. At most CACHED_BYTES in memory.
     read_piece_bytes: int = 1 << 20
     # Host rows: straight (the drive reads and writes their own memory, where alignment and no deadline allow it) |
-    # staged (by way of a buffer) | auto (stores straight, loads staged: docs/adr/0005 says why).
+    # staged (by way of a buffer) | auto (straight for stores where files are memory, else staged).
     rows: str = "auto"
     shutdown_timeout_s: float = 5.0
     staging_bytes: int = 1 << 30  # most that its threads' buffers may take, those of given-up threads included

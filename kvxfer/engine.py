@@ -21,13 +21,13 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvxfer.config import CACHED_BYTES, EngineConfig, staging_buffer, staging_plan
+from kvxfer.config import EngineConfig, staging_buffer, staging_plan
 from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages, slot_of
 from kvxfer.errors import EngineClosed, IOFault, LayoutError, StoreError
 from kvxfer.intake import Intake
 from kvxfer.io.modes import in_memory
-from kvxfer.jobs import LOAD, STORE, JobRunner, Status, check_process
+from kvxfer.jobs import LOAD, STORE, JobRunner, Status, check_process, transfers
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
 from kvxfer.reader import LoadReader
@@ -38,7 +38,6 @@ from kvxfer.writer import StoreWriter
 
 __all__ = ["TransferEngine", "TransferResult"]
 
-_STRAIGHT = {"auto": (STORE,), "straight": (STORE, LOAD), "staged": ()}  # EngineConfig.rows
 TOUCHES = 1 << 12  # calls that wait
 WATCH_S = 0.1  # how long a thread sleeps at most when nothing wakes it
 # Pages of engines that left threads behind in calls: their memory must stay.
@@ -102,8 +101,7 @@ class TransferEngine:
             threads=io_threads,
             io_timeout_s=self.config.io_timeout_s,
             max_lost_threads=self._staging_limit // staging_buffer(slot) - io_threads,
-            straight=_STRAIGHT[self.config.rows],
-            **_pieces(self.config, in_memory(store.config.root)),
+            **transfers(self.config, in_memory(store.config.root)),
         )
         self._native_ids = itertools.count(1)
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
@@ -158,13 +156,14 @@ class TransferEngine:
         """Whether a store would be queued now: it is turned on, its breaker not open, the queue not full."""
         return self._queued_chunks[STORE] < self.config.max_queued_store_chunks and self._intake.refusal(STORE) is None
 
-    def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike) -> None:
+    def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, *, begin: bool = True) -> None:
         """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
 
         Args:
             job_id: the caller's; not that of another job whose result was not taken yet.
             keys: OffloadKeys in prefix order.
             block_ids: [len(keys)] or [len(keys), blocks_per_chunk]; -1 for a block that the chunk lacks.
+            begin: False: it may wait for `begin` (WATCH_S at most), so that no other submit is held up by its work.
 
         A store that finds the queue full, the engine turned off or the breaker open is dropped: its result says so.
 
@@ -176,8 +175,14 @@ class TransferEngine:
             raise LayoutError(
                 "the ranks of this engine do not hold every segment of a slot, so that it cannot complete a chunk"
             )
-        if self._accept(job_id, keys, block_ids, STORE):
+        if self._accept(job_id, keys, block_ids, STORE) and begin:
             self._runner.wake(STORE)
+
+    def begin(self) -> None:
+        """Begin with the jobs that were submitted with begin=False."""
+        for direction, waiting in ((LOAD, self._arrivals), (STORE, self._queue)):
+            if waiting:
+                self._runner.wake(direction)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Counts as a use of those that are stored, before the next store is planned. Of a flood the latest count."""
@@ -192,6 +197,7 @@ class TransferEngine:
         *,
         deadline: float | None = None,
         recompute_tokens_per_s: float | None = None,
+        begin: bool = True,
     ) -> None:
         """Start a load. Every key is attempted, in this order; keys that the store lacks are misses.
 
@@ -201,13 +207,14 @@ class TransferEngine:
             block_ids: [len(keys)] or [len(keys), blocks_per_chunk], distinct; -1 for a block that isn't wanted.
             deadline: time.monotonic() in seconds at which the result comes with what has arrived by then.
             recompute_tokens_per_s: also a deadline: no longer than recomputing all tokens of the job would take.
+            begin: as for `submit_store`.
 
         Raises:
             LayoutError: ids out of range, repeated or of another shape.
             EngineClosed, ForkError
         """
         closes_ns = deadline_ns(deadline, recompute_tokens_per_s, len(keys) * self._tokens_per_chunk)
-        if self._accept(job_id, keys, block_ids, LOAD, closes_ns):
+        if self._accept(job_id, keys, block_ids, LOAD, closes_ns) and begin:
             self._runner.wake(LOAD)
 
     def poll(self) -> list[TransferResult]:
@@ -278,6 +285,7 @@ class TransferEngine:
         read that does not return, that is when it returns, or at the engine's shutdown.
         """
         check_process(self._pid, "engine")
+        self.begin()
         with self._lock:
             return self._published.wait_for(lambda: not self._open, timeout)
 
@@ -491,10 +499,3 @@ class TransferEngine:
             with self._lock:
                 if closing and not self._queue and not self._open and not self._writer.waits_for_writes:
                     return
-
-
-def _pieces(config: EngineConfig, memory: bool) -> dict[str, int]:
-    """How transfers are cut. Where they are copies of the processor, what is summed should still be in its cache."""
-    if not memory:
-        return {"read_piece_bytes": config.read_piece_bytes}
-    return {"read_piece_bytes": min(config.read_piece_bytes, CACHED_BYTES), "write_piece_bytes": CACHED_BYTES}

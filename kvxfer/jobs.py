@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import _native
+from kvxfer.config import CACHED_BYTES, EngineConfig
 from kvxfer.errors import ConfigError, ForkError, NativeError
 
 STORE, LOAD = _native.STORE, _native.LOAD
@@ -273,6 +274,18 @@ class JobRunner:
         """`shutdown` without waiting, for a process that ends; nothing in a forked child."""
         if os.getpid() == self._pid:
             self.shutdown(0)
+
+
+def transfers(config: EngineConfig, memory: bool) -> dict[str, Any]:
+    """How bytes travel, for JobRunner. docs/adr/0005 says what was measured.
+
+    Where transfers are copies of the processor, what is summed should still be in its cache.
+    """
+    straight = {"auto": (STORE,) if memory else (), "straight": (STORE, LOAD), "staged": ()}[config.rows]
+    if not memory:
+        return {"straight": straight, "read_piece_bytes": config.read_piece_bytes}
+    pieces = min(config.read_piece_bytes, CACHED_BYTES)
+    return {"straight": straight, "read_piece_bytes": pieces, "write_piece_bytes": CACHED_BYTES}
 
 
 def check_process(pid: int, what: str) -> None:

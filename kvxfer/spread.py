@@ -95,21 +95,32 @@ class SpreadEngine:
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 
-    def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike) -> None:
+    def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, *, begin: bool = True) -> None:
         """As TransferEngine.submit_store."""
         ids = self._engines[0].block_table(len(keys), block_ids)
         with self._lock:
             homes = [self._home(key, store=True) for key in keys]
-        self._submit(job_id, keys, ids, homes, TransferEngine.submit_store)
+        self._submit(job_id, keys, ids, homes, partial(TransferEngine.submit_store, begin=begin))
 
     def submit_load(
-        self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, *, deadline: float | None = None
+        self,
+        job_id: int,
+        keys: Sequence[bytes],
+        block_ids: ArrayLike,
+        *,
+        deadline: float | None = None,
+        begin: bool = True,
     ) -> None:
         """As TransferEngine.submit_load."""
         ids = self._engines[0].block_table(len(keys), block_ids)
         refuse_repeated(ids)  # which its parts would not see
         homes = [self._home(key, store=False) for key in keys]
-        self._submit(job_id, keys, ids, homes, partial(TransferEngine.submit_load, deadline=deadline))
+        self._submit(job_id, keys, ids, homes, partial(TransferEngine.submit_load, deadline=deadline, begin=begin))
+
+    def begin(self) -> None:
+        """As TransferEngine.begin."""
+        for engine in self._engines:
+            engine.begin()
 
     def _home(self, key: bytes, *, store: bool) -> int:
         """Which engine has the key; where none has, the one that should store it, or the first, which will miss it."""

@@ -193,9 +193,10 @@ class KvxferTier(SecondaryTierManager):
             if self._deadlines.measuring:
                 self._measure(job)
             if is_load:
-                self._engine.submit_load(metadata.job_id, job.keys, rows, deadline=self._deadlines.of(job.keys))
+                deadline = self._deadlines.of(job.keys)
+                self._engine.submit_load(metadata.job_id, job.keys, rows, deadline=deadline, begin=False)
             else:
-                self._engine.submit_store(metadata.job_id, job.keys, rows)
+                self._engine.submit_store(metadata.job_id, job.keys, rows, begin=False)
         except Exception as exc:  # the job was accepted: it has its one result, a failed one
             _report("load" if is_load else "store", exc)
             self._finish(metadata.job_id, job, None)
@@ -228,6 +229,7 @@ class KvxferTier(SecondaryTierManager):
         if self._closed:
             return
         try:
+            self._engine.begin()
             results = self._engine.poll()
         except Exception as exc:  # the next step asks again
             _report("poll", exc)
@@ -286,8 +288,10 @@ class KvxferTier(SecondaryTierManager):
     # ---- drain, reset, shutdown --------------------------------------------------------------------------------
 
     def on_schedule_end(self, context: Any) -> None:
-        """The end of a step."""
+        """The end of a step: what it submitted begins."""
         self._stepped = True
+        if not self._closed:
+            self._engine.begin()
         if self._events is None:  # which does it where there is one
             self._journal.digests = self._roots.digests
         self._take_stored()
