@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -381,9 +380,7 @@ class TransferEngine:
     def __enter__(self) -> TransferEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
     def block_table(self, num_keys: int, block_ids: ArrayLike) -> NDArray[np.int64]:
