@@ -310,9 +310,9 @@ def test_a_slot_under_a_lost_write_is_not_reused_until_it_returns(tmp_root: Path
 def test_a_lost_write_that_returns_before_its_job_ends(tmp_root: Path) -> None:
     with Node(tmp_root, MODEL, io_threads=1, io_timeout_s=0.5) as node, FaultyIO() as io:
         io.hang("pwrite", times=1, offset=(4096, 1 << 40))  # a slot, not a slab's header
+        io.delay("pwrite", 0.1)  # the others of its job take their time
         node.writer.submit_store(1, keys_of(range(20)), range(20))
         until(lambda: node.writer.stats()["lost_writes"] == 1, "a write is given up")
-        io.delay("pwrite", 0.1)  # the others of its job take their time
         io.release()
         until(lambda: node.writer.stats()["late_returns"] == 1, "it returns")
         assert node.writer.stats()["jobs_open"] == 1

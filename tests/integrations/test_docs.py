@@ -19,7 +19,7 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").read_text().pa
 
 def test_every_key_is_there() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", TEXT, re.MULTILINE))
-    own = {field.name: field.default for field in fields(TierConfig) if field.name not in ("store", "engine")}
+    own = {field.name: field.default for field in fields(TierConfig) if field.name not in ("stores", "engine")}
     assert set(rows) == {*own, "root_dir", "capacity_bytes"}
     for name, default in own.items():
         said = rows[name].strip().strip("`").strip('"')
