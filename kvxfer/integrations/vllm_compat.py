@@ -112,7 +112,7 @@ def _fields(cls: Any) -> frozenset[str]:
 
 _ROWS = next((name for name in ("chunk_ids", "block_ids") if name in _fields(TransferJob)), None)
 if _ROWS is None:
-    raise ImportError("kvxfer's tier needs vLLM 0.28 to 0.33: its TransferJob names neither chunk_ids nor block_ids")
+    raise ImportError("kvxfer's adapters need vLLM 0.28 to 0.33: its TransferJob names neither chunk_ids nor block_ids")
 _RESULT_FIELDS, _EVENT_FIELDS = _fields(JobResult), _fields(OffloadingEvent)
 _TAKES_DETECTOR = "backpressure_detector" in inspect.signature(SecondaryTierManager.__init__).parameters
 

@@ -38,6 +38,23 @@ def test_the_pasted_configuration_is_one() -> None:
     assert config.store.capacity_bytes == tier["capacity_bytes"] and tier["type"] == "KvxferTier"
 
 
+def test_the_readme_pastes_the_same() -> None:
+    pasted = [
+        re.findall(r"--kv-transfer-config '(.*?)'\n```", text, re.DOTALL)
+        for text in (TEXT, (Path(__file__).resolve().parents[2] / "README.md").read_text())
+    ]
+    assert len(pasted[0]) == 1 and pasted[0] == pasted[1]
+
+
+def test_several_roots_are_a_list() -> None:
+    config = TierConfig.from_keys({"root_dir": ["/a", "/b"], "capacity_bytes": 1 << 30})
+    assert [str(store.root) for store in config.stores] == ["/a", "/b"]
+    assert {store.capacity_bytes for store in config.stores} == {1 << 30}
+    for wrong, why in (([], "a list of such paths"), (["/a", 5], "a list of such paths"), (["/a", "/a/"], "twice")):
+        with pytest.raises(ConfigError, match=why):
+            TierConfig.from_keys({"root_dir": wrong})
+
+
 def test_a_path_is_a_path() -> None:
     with pytest.raises(ConfigError, match="root_dir=5 must be the path"):
         TierConfig.from_keys({"root_dir": 5})
