@@ -21,7 +21,7 @@ TAIL, ALL = list(range(5, 12)), list(range(12))
 def stored(tmp_path_factory: pytest.TempPathFactory, where: Path, model: Path) -> tuple[Path, list[dict[str, Any]]]:
     """A root that one process has filled, and what it said."""
     root = tmp_path_factory.mktemp("stored") / "root"
-    setup = with_tier(model, root_dir=str(root), deadline_s=3.0, **APART)
+    setup = with_tier(model, root_dir=str(root), deadline_s=8.0, **APART)
     steps = [["run"], ["fill"], ["run"], ["run"], ["forget"], ["run"], ["counters"], ["told"], ["metrics"], ["places"]]
     return root, run_engine(where, setup, *steps)
 
@@ -78,7 +78,7 @@ def test_another_process_gets_as_much_as_is_there_and_right(
     for how, numbers, *_ in plan:
         steps += [["damage", how, numbers], ["counters"], ["run"], ["counters"], ["fill"], ["run"], ["fill"]]
     steps += [["hang"], ["run"], ["counters"], ["metrics"]]  # and it is shut down while that read hangs
-    done = run_engine(where, with_tier(model, root_dir=str(root), deadline_s=3.0, **APART), *steps)
+    done = run_engine(where, with_tier(model, root_dir=str(root), deadline_s=8.0, **APART), *steps)
     assert [each["ids"] for each in done if "ids" in each] == [plain] * (2 * len(plan) + 1)
     for number, (how, numbers, cached, wrong, word) in enumerate(plan):
         _, before, run, after, _, again, _ = done[7 * number : 7 * number + 7]
@@ -92,7 +92,7 @@ def test_another_process_gets_as_much_as_is_there_and_right(
         read = after["read"] - before["read"]
         assert read >= (whole + wrong - (how == "truncate")) * ROW_BYTES, case
     late, counters, metrics = done[-3:]
-    assert late["cached"] < WHOLE and 2.5 < late["seconds"] < 60  # the deadline is 3 s
+    assert late["cached"] < WHOLE and 7.5 < late["seconds"] < 60  # the deadline is 8 s
     assert counters["load"]["cut"] >= 1
     damaged = sum(wrong for *_, wrong, word in plan if word == "bad_sum")
     assert metrics["vllm:kvxfer_load_chunks{bad_sum}"] == counters["load"]["bad_sum"] == damaged

@@ -185,3 +185,18 @@ def test_killed_while_it_stores(
         if "load" in each:
             assert not any(each["load"][why] for why in ("bad_sum", "foreign", "truncated", "bad_trailer", "io"))
     assert done[1]["load"]["hit"] * 32 == runs[0]["cached"]
+
+
+def test_a_read_that_hangs_is_waited_for_no_longer_than_recomputing_took(
+    where: Path, model: Path, answers: list[list[int]], tmp_path: Path
+) -> None:
+    """Nobody gives a number: the first requests are the measure."""
+    steps: list[list[Any]] = [["run", seed] for seed in (0, 1, 2, 3, 4)]
+    steps += [["fill"], ["hang"], ["run", 0], ["counters"], ["release"], ["run", 1]]
+    setup = with_tier(model, root_dir=str(tmp_path / "root"), recompute_tokens_per_s="measured", io_timeout_s=300.0)
+    done = run_engine(where, setup, *steps)
+    runs = [each for each in done if "ids" in each]
+    assert [run["ids"] for run in runs] == [answers[seed] for seed in (0, 1, 2, 3, 4, 0, 1)]
+    assert runs[5]["cached"] < WHOLE
+    (counters,) = (each for each in done if "load" in each)
+    assert counters["load"]["cut"] >= 1
