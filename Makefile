@@ -19,7 +19,7 @@ DIR ?=
 ARGS ?=
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: help install demo test test-slow test-gpu test-vllm test-vllm-full test-asan test-tsan check format bench bench-vllm clean
+.PHONY: build/vllm help install demo test test-slow test-gpu test-vllm test-vllm-full test-asan test-tsan check format bench bench-vllm clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
