@@ -43,12 +43,15 @@ def test_a_hit_after_the_prefix_cache_was_reset(plain: list[int], stored: tuple[
 
 
 def test_vllm_counts_as_cached_what_was_cached_and_says_whence(stored: tuple[Path, list[dict[str, Any]]]) -> None:
+    from kvxfer.integrations import vllm_compat as compat
+
     told, metrics = stored[1][7:9]
     vllm = told["vllm"]
     by_source = {
         name.removeprefix("prompt_tokens_cached_by_source"): n for name, n in vllm.items() if "by_source" in name
     }
-    assert {source: n for source, n in by_source.items() if n} == {"disk": WHOLE, "device": WHOLE, "host": WHOLE}
+    if compat.disk_source() is not None:  # 0.28 does not say whence
+        assert {source: n for source, n in by_source.items() if n} == {"disk": WHOLE, "device": WHOLE, "host": WHOLE}
     assert told["cached"] == vllm["prompt_tokens_cached"] == 3 * WHOLE
     assert vllm["external_prefix_cache_hits"] == 2 * WHOLE and vllm["prefix_cache_hits"] == WHOLE
     assert metrics["vllm:kvxfer_load_chunks{hit}"] == 12
