@@ -61,10 +61,6 @@ class SlotSupply:
             self._work.notify_all()
         return taken
 
-    def put_back(self, reservations: Sequence[Reservation]) -> None:
-        """Gives slots back into which nothing was written."""
-        self._store.release(reservations)
-
     def commit(self, digest: bytes, items: Sequence[Item], done: Committed) -> None:
         """Publish what was written, in `digest`; the thread then calls `done` with an answer for each item."""
         with self._work:

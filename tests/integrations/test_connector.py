@@ -492,5 +492,5 @@ def test_the_pasted_configuration_is_that_of_the_engine_tests() -> None:
     assert transfer == tested
     assert set(keys) == {"root_dir", "capacity_bytes"}
     ConnectorConfig.from_extra({"kvxfer": keys})
-    for name in {field.name for field in fields(ConnectorConfig)} - {"tier", "measured"}:
+    for name in {field.name for field in fields(ConnectorConfig)} - {"tier"}:
         assert f"`{name}`" in text
