@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvxfer.errors import IOFault, KvxferError, StoreError
+from kvxfer.errors import IOFault, StoreError
 from kvxfer.keys import Namespace
 from kvxfer.report import engine_reporter
 from kvxfer.slot import SlotLayout
@@ -112,9 +112,7 @@ class SlotSupply:
                 self._refill()
                 self._shrink()
             except Exception as exc:  # a defect, or a store that was closed: the thread must go on, or nothing commits
-                engine_reporter.warn(
-                    "supply", f"slots cannot be had: {exc}", exc_info=None if isinstance(exc, KvxferError) else exc
-                )
+                engine_reporter.failed("supply", "slots cannot be had", exc)
                 self._retry_at = time.monotonic() + WATCH_S
 
     def _has_work(self) -> bool:
@@ -125,11 +123,7 @@ class SlotSupply:
         try:
             return self._store.commit(digest, items)
         except Exception as exc:  # a store that was closed, no memory: whoever waits for it must hear of it
-            engine_reporter.warn(
-                "commit",
-                f"{len(items)} written chunks could not be committed: {exc}",
-                exc_info=None if isinstance(exc, KvxferError) else exc,
-            )
+            engine_reporter.failed("commit", f"{len(items)} written chunks could not be committed", exc)
             self._store.release([slot for _, slot, _ in items])
             return [False] * len(items)
 
