@@ -22,19 +22,12 @@ import pytest
 
 from kvxfer.metrics import Kind
 from kvxfer.observe import SERIES
-from tests.integrations.engines import KEYS, ROW_BYTES, TIER, WHOLE, environment, tiering
+from tests.integrations.engines import ENVIRONMENT, KEYS, ROW_BYTES, TIER, WHOLE, environment, tiering
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 START_S = 400  # 40 on a quiet machine
 CAPACITY = 120 * ROW_BYTES  # some more than a hundred chunks
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 ARGUMENTS = (
     "--served-model-name tiny --dtype float32 --block-size 32 --enforce-eager --skip-tokenizer-init --host 127.0.0.1 "
     "--num-gpu-blocks-override 40 --max-model-len 1024 --enable-prefix-caching --enable-prompt-tokens-details "
