@@ -111,8 +111,7 @@ def _refuse_what_stock_gets_wrong(spec: Any) -> None:
                 f"{spec.config.parallel.rank}, and vLLM lays out the rows that they share as if these were equal: "
                 "split the model into stages of equally many layers"
             )
-    attention = getattr(compat.served_vllm_config(), "attention_config", None)
-    if getattr(attention, "hisparse_config", None) is not None:
+    if compat.has_hisparse(compat.served_vllm_config()):
         raise ConfigError("KvxferTieringSpec does not know hisparse's pages: use spec_name TieringOffloadingSpec")
 
 
