@@ -220,8 +220,10 @@ def test_what_an_operator_sees(server: Server, events: Events, plain: list[int])
     for seed in range(106, 112):  # more than the root holds
         server.complete(seed)
     full = server.settled()
-    time.sleep(2)  # they are published by a thread of their own
     stored, evicted = total(full, "vllm:kvxfer_store_chunks_total"), total(full, "vllm:kvxfer_evicted_chunks_total")
+    deadline = time.monotonic() + 60  # they are published by a thread of their own
+    while (len(events.stored) < stored or len(events.removed) < evicted) and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert stored == full["vllm:kvxfer_store_chunks_total", ("stored",)] == 12 * 12
     assert evicted > 0 and full["vllm:kvxfer_entries", ()] == stored - evicted
     assert len(events.stored) == len(set(events.stored)) == stored
