@@ -101,7 +101,7 @@ class SlotSupply:
                 self._committing = bool(commits)
                 stop = self._stop
             for digest, items, done in commits:
-                done(self._publish(digest, items))
+                self._tell(done, self._publish(digest, items))
             with self._work:
                 self._committing = False
                 self._work.notify_all()
@@ -126,6 +126,12 @@ class SlotSupply:
             engine_reporter.failed("commit", f"{len(items)} written chunks could not be committed", exc)
             self._store.release([slot for _, slot, _ in items])
             return [False] * len(items)
+
+    def _tell(self, done: Committed, answers: list[bool]) -> None:
+        try:
+            done(answers)
+        except Exception as exc:  # a defect of whoever waited: the thread must go on, or nothing commits
+            engine_reporter.warn("commit defect", "a commit could not be told", exc_info=exc)
 
     def _renew(self) -> None:
         """Goes on in the namespace of a weight epoch that was raised, by whatever process."""

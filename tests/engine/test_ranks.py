@@ -362,6 +362,21 @@ def test_a_rush_is_taken_up_the_next_time(tmp_root: Path) -> None:
         assert len(server.put(range(200))) == 200 - 64
 
 
+def test_who_raises_at_the_news_of_a_commit_costs_no_other(tmp_root: Path) -> None:
+    answers: list[bool] = []
+
+    def raises(_: list[bool]) -> None:
+        raise RuntimeError("a listener")
+
+    with Server(tmp_root, 1) as server:
+        supply = server.coordinator._supply
+        first, second = supply.take(2)
+        supply.commit(supply.digest, [(keys_of([0])[0], first, 1)], raises)
+        supply.commit(supply.digest, [(keys_of([1])[0], second, 1)], answers.extend)
+        assert supply.flush(20) and answers == [True]
+        assert server.hits([0, 1]) == [0, 1]
+
+
 def test_stores_are_bounded(tmp_root: Path) -> None:
     with Server(tmp_root, 1, max_queued_store_chunks=5) as server:
         _, ticket = server.coordinator.store(keys_of(range(8)))
