@@ -15,7 +15,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.integrations import vllm_compat as compat
 from kvxfer.integrations.vllm_compat import TieringOffloadingSpec
 from kvxfer.integrations.vllm_rows import make_plan
-from kvxfer.integrations.vllm_worker import KvxferOffloadingWorker
+from kvxfer.integrations.vllm_tiering_worker import KvxferTieringWorker
 
 __all__ = ["KvxferTieringSpec"]
 
@@ -78,7 +78,7 @@ class KvxferTieringSpec(TieringOffloadingSpec):
                 canonical=canonical,
                 lone_writer=compat.rank0_stores_alone(self),
             )
-            return KvxferOffloadingWorker(plan, region, threads=self.copy_threads)
+            return KvxferTieringWorker(plan, region, threads=self.copy_threads)
         except BaseException:  # whatever it is, the region must not stay behind a worker that there is not
             region.cleanup()
             raise

@@ -471,7 +471,8 @@ def test_gpus_are_refused_by_name(tmp_root: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_failing_requests_may_be_asked_for(tmp_root: Path) -> None:
     how: dict[str, Any] = {"kv_transfer_config__kv_load_failure_policy": "fail"}
-    make_spec(*configs(tmp_root, keys={"allow_load_failures": True}, **how))
+    spec = make_spec(*configs(tmp_root, keys={"allow_load_failures": True}, **how))
+    assert spec.setup.config.allow_load_failures
 
 
 def test_the_spec_works_with_its_own_connector_only(tmp_root: Path) -> None:

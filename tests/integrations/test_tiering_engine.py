@@ -16,7 +16,7 @@ from tests.integrations.test_tiering_docs import pasted
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 OURS = {key: pasted()["kv_connector_extra_config"][key] for key in ("spec_name", "spec_module_path")}
-WORKER = "kvxfer.integrations.vllm_worker.KvxferOffloadingWorker"
+WORKER = "kvxfer.integrations.vllm_tiering_worker.KvxferTieringWorker"
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 CANONICAL = {"canonical_layout": True}
 ROWS = 64  # of the host tier: what is under way to the drive leaves room for a prompt, and `fill` fills it
