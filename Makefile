@@ -19,7 +19,7 @@ DIR ?=
 ARGS ?=
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: build/vllm help install demo test test-slow test-gpu test-vllm test-vllm-full test-asan test-tsan check format bench bench-vllm clean
+.PHONY: help install demo test test-slow test-gpu test-vllm test-vllm-full test-asan test-tsan check format bench bench-vllm build/vllm clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
@@ -72,7 +72,7 @@ bench: install ## converter and engine rows against their peers; DIR=/mnt/nvme s
 
 bench-vllm: $(VLLM_VENV)/.kvxfer build/vllm ## beside vLLM's own fs tier, and in the real engine, in .venv-vllm; DIR=/mnt/nvme says where
 	@cd build/vllm && for room in tier ttft; do \
-	$(CURDIR)/$(VLLM_BIN)/python -m bench --only $$room $(if $(DIR),--dir $(abspath $(DIR))) $(ARGS); done
+	$(CURDIR)/$(VLLM_BIN)/python -m bench --only $$room $(if $(DIR),--dir $(abspath $(DIR))) $(ARGS) || exit; done
 
 # csrc under the sanitizers, built aside; the tests that reach it run over that library. (Not those of several
 # processes: what they test is Python's, and every one of their processes would start under the sanitizer.)

@@ -24,6 +24,16 @@ __all__ = ["run"]
 PROMPTS = 6  # served in turn: when one comes again, the device and the host tier have none of it
 HOST_PROMPTS = 3
 CHILD = "bench.ttft_child"
+ENVIRONMENT = {  # of an engine: not of the bench, whose other rows have the machine's threads
+    "PYTHONHASHSEED": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
 class Server:
@@ -38,7 +48,7 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[1],
-            env=os.environ | {"PYTHONHASHSEED": "0"},
+            env=os.environ | ENVIRONMENT,
         )
 
     def ready(self) -> None:

@@ -314,7 +314,7 @@ KVX_API void kvx_engine_forget(kvx_engine *engine, uint64_t job_id);
  * (job_id, chunk index): 1, or 0 if none. */
 KVX_API int kvx_engine_late(kvx_engine *engine, uint64_t *job_id, uint32_t *chunk);
 /* Blocks until a job of a direction in `mask` (1 << direction) can be polled, a late chunk can be taken (with
- * the store bit), kvx_engine_wake() was called, or timeout_ns passed. 1 if woken, 0 on timeout. */
+ * the store bit), kvx_engine_wake() was called for one, or timeout_ns passed. 1 if woken, 0 on timeout. */
 KVX_API int kvx_engine_wait(kvx_engine *engine, uint32_t mask, uint64_t timeout_ns);
 /* Ends the wait for a direction in `mask` that is under way, or else the next one. Waits for no call. */
 KVX_API void kvx_engine_wake(kvx_engine *engine, uint32_t mask);

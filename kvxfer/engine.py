@@ -121,12 +121,7 @@ class TransferEngine:
         self._dropped_chunks = {STORE: 0, LOAD: 0}
         self._closing = False
         self._stopped = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._serve_loads, name="kvxfer-loads", daemon=True),
-            threading.Thread(target=self._serve_stores, name="kvxfer-stores", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [_started("kvxfer-loads", self._serve_loads), _started("kvxfer-stores", self._serve_stores)]
 
     # ---- the caller's side -------------------------------------------------------------------------------------
 
@@ -448,7 +443,7 @@ class TransferEngine:
                     self._intake.watch()
                     engine_reporter.flush()
                 self._reader.settle()
-            except Exception as exc:  # a defect: whatever it is, the thread must go on, or no load would ever end again
+            except Exception as exc:  # a defect: the thread must go on, or no load would ever end again
                 engine_reporter.warn("load defect", "a load could not be settled", exc_info=exc)
             while (arrived := self._next_arrival()) is not None:
                 self._reader.start(arrived[0], self.digest, arrived[1])
@@ -483,9 +478,7 @@ class TransferEngine:
                 self._renew()
                 while self._touched:
                     self._store.touch(*self._touched.popleft())
-            except (
-                Exception
-            ) as exc:  # a defect: whatever it is, the thread must go on, or no store would ever end again
+            except Exception as exc:  # a defect: the thread must go on, or no store would ever end again
                 engine_reporter.warn("store defect", "stores could not be settled", exc_info=exc)
             for job in queued:
                 if closing:
@@ -496,3 +489,9 @@ class TransferEngine:
             with self._lock:
                 if closing and not self._queue and not self._open and not self._writer.waits_for_writes:
                     return
+
+
+def _started(name: str, serve: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=serve, name=name, daemon=True)
+    thread.start()
+    return thread

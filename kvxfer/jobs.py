@@ -130,7 +130,13 @@ class JobOutcome:
 class JobRunner:
     """Threads that run loads and stores without Python. Not usable in a forked child.
 
-    Thread-safe. `close()` is bounded by its timeout, also where a call never returns.
+    Thread-safe. `shutdown()` is bounded by its timeout, also where a call never returns.
+
+    Args:
+        threads, io_timeout_s, max_lost_threads: as EngineConfig's.
+        read_piece_bytes: a read is no longer than about this.
+        write_piece_bytes: nor is a write without staging.
+        straight: STORE, LOAD: directions in which chunks of host rows go without staging, where they can.
     """
 
     def __init__(
@@ -143,12 +149,6 @@ class JobRunner:
         write_piece_bytes: int = _native.UINT64_MAX,
         straight: Sequence[int] = (),
     ) -> None:
-        """
-        Args:
-            read_piece_bytes: a read is no longer than about this.
-            write_piece_bytes: nor is a write without staging.
-            straight: STORE, LOAD: directions in which chunks of host rows go without staging, where they can.
-        """
         self._lib, self._quick = _native.lib(), _native.quick()
         self._pid = os.getpid()
         config = _native.EngineConfigStruct(

@@ -54,10 +54,8 @@ class LoadReader:
         try:
             entries = self._store.pin(digest, job.keys)
             self._submit(job, digest, entries, closes_ns)
-        except (
-            Exception
-        ) as exc:  # a store that was closed, a runner that was shut down, no memory: the job was accepted
-            engine_reporter.warn("load", f"load {job.job_id} could not be started: {exc}", job=job.job_id)
+        except Exception as exc:  # a store that was closed, a runner that was shut down, no memory: the job must end
+            engine_reporter.failed("load", f"load {job.job_id} could not be started", exc, job=job.job_id)
             for native in job.native_ids:
                 if (flight := self._flights.pop(native, None)) is not None:
                     self._intake.settle(LOAD, flight.permit, None)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvxfer.errors import KvxferError
+
 INTERVAL_S = 10.0
 _MOST_KINDS = 512  # remembered at once: some kinds name a file
 
@@ -81,6 +83,10 @@ class Reporter:
                 self._forget(now)
         calls, before = (known.calls, known.count) if known is not None else (0, 0)
         self._write(kind, level, message, calls, count + before, errno, path, exc_info, fields)
+
+    def failed(self, kind: str, message: str, exc: BaseException, **fields: Any) -> None:
+        """`warn` of an exception that ends here: kvxfer's own errors are said; others are defects and leave a trace."""
+        self.warn(kind, f"{message}: {exc}", exc_info=None if isinstance(exc, KvxferError) else exc, **fields)
 
     def flush(self, everything: bool = False) -> None:
         """Says what was kept back of kinds whose INTERVAL_S has passed, or of all: so that the last errors show, too.

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvxfer.errors import IOFault, KvxferError, StoreError
+from kvxfer.errors import IOFault, StoreError
 from kvxfer.keys import Namespace
 from kvxfer.report import engine_reporter
 from kvxfer.slot import SlotLayout
@@ -61,10 +61,6 @@ class SlotSupply:
             self._work.notify_all()
         return taken
 
-    def put_back(self, reservations: Sequence[Reservation]) -> None:
-        """Gives slots back into which nothing was written."""
-        self._store.release(reservations)
-
     def commit(self, digest: bytes, items: Sequence[Item], done: Committed) -> None:
         """Publish what was written, in `digest`; the thread then calls `done` with an answer for each item."""
         with self._work:
@@ -105,7 +101,7 @@ class SlotSupply:
                 self._committing = bool(commits)
                 stop = self._stop
             for digest, items, done in commits:
-                done(self._publish(digest, items))
+                self._tell(done, self._publish(digest, items))
             with self._work:
                 self._committing = False
                 self._work.notify_all()
@@ -116,9 +112,7 @@ class SlotSupply:
                 self._refill()
                 self._shrink()
             except Exception as exc:  # a defect, or a store that was closed: the thread must go on, or nothing commits
-                engine_reporter.warn(
-                    "supply", f"slots cannot be had: {exc}", exc_info=None if isinstance(exc, KvxferError) else exc
-                )
+                engine_reporter.failed("supply", "slots cannot be had", exc)
                 self._retry_at = time.monotonic() + WATCH_S
 
     def _has_work(self) -> bool:
@@ -129,13 +123,15 @@ class SlotSupply:
         try:
             return self._store.commit(digest, items)
         except Exception as exc:  # a store that was closed, no memory: whoever waits for it must hear of it
-            engine_reporter.warn(
-                "commit",
-                f"{len(items)} written chunks could not be committed: {exc}",
-                exc_info=None if isinstance(exc, KvxferError) else exc,
-            )
+            engine_reporter.failed("commit", f"{len(items)} written chunks could not be committed", exc)
             self._store.release([slot for _, slot, _ in items])
             return [False] * len(items)
+
+    def _tell(self, done: Committed, answers: list[bool]) -> None:
+        try:
+            done(answers)
+        except Exception as exc:  # a defect of whoever waited: the thread must go on, or nothing commits
+            engine_reporter.warn("commit defect", "a commit could not be told", exc_info=exc)
 
     def _renew(self) -> None:
         """Goes on in the namespace of a weight epoch that was raised, by whatever process."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.breaker import Permit
-from kvxfer.errors import KvxferError
 from kvxfer.intake import Intake
 from kvxfer.jobs import STORE, JobOutcome, JobRunner, Status
 from kvxfer.report import engine_reporter
@@ -75,7 +74,7 @@ class StoreWriter:
         try:
             self._plan(job)
         except Exception as exc:  # whatever it is, the job was accepted, so it must end, and the thread must go on
-            _report("a store could not be planned", exc)
+            engine_reporter.failed("store", "a store could not be planned", exc)
             mine = [key for key, write in self._writes.items() if write.job is job]
             job.fail_rest(Status.INDEX)
             self._resolve(job, dict.fromkeys(mine, Status.INDEX))
@@ -132,7 +131,7 @@ class StoreWriter:
             if slots:
                 self._fly(_Flight(job, todo[: len(slots)], slots, masks, self.digest, permit))
         except Exception as exc:  # a runner that was shut down, no memory: slots and waiting keys must not stay behind
-            _report(f"a store of {len(todo)} chunks could not be started", exc)
+            engine_reporter.failed("store", f"a store of {len(todo)} chunks could not be started", exc)
             self._store.release(slots)
             slots, status = [], Status.INDEX
         if not slots:
@@ -162,7 +161,7 @@ class StoreWriter:
         try:
             committed = dict(zip(written, self._store.commit(flight.digest, items), strict=True))
         except Exception as exc:  # a store that was closed, no memory: the job must end all the same
-            _report(f"{len(items)} written chunks could not be committed", exc)
+            engine_reporter.failed("store", f"{len(items)} written chunks could not be committed", exc)
             committed = dict.fromkeys(written, False)
             unused = [slots[n] for n in written]
         answers: dict[bytes, Status] = {}
@@ -193,8 +192,3 @@ class StoreWriter:
         for each in asked:
             if each.unanswered <= 0:
                 self._end(each)
-
-
-def _report(what: str, exc: Exception) -> None:
-    """Errors of our own are said; others are defects, and leave their trace."""
-    engine_reporter.warn("store", f"{what}: {exc}", exc_info=None if isinstance(exc, KvxferError) else exc)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer.errors import StoreError
 from kvxfer.report import INTERVAL_S, Reporter
 from kvxfer.testing import ManualClock
 
@@ -61,6 +62,15 @@ def test_the_first_of_a_kind_shows_at_once(reporter: Reporter, lines: Lines) -> 
     )
     assert (write.event, write.errno, write.path, write.count, write.kept_back) == ("write", None, None, 1, 0)
     assert read.levelno == logging.WARNING
+
+
+def test_only_what_is_not_of_our_own_leaves_its_trace(reporter: Reporter, lines: Lines) -> None:
+    reporter.failed("expected", "no store", StoreError("it is closed"), job=7)
+    reporter.failed("defect", "no store", defect := KeyError("x"))
+    assert lines.texts == ["no store: it is closed", "no store: 'x'"]
+    said, traced = lines.records
+    assert not said.exc_info and said.job == 7
+    assert traced.exc_info[1] is defect
 
 
 def test_a_thousand_in_a_row_are_two_lines_with_the_right_total(

@@ -13,6 +13,7 @@
 | replicated pages (MLA) in canonical rows | rank 0 alone is told to store | every rank is |
 | a load that is waited for | not told | 0.33: `submit_load(..., expedited=)` |
 | where cached tokens came from | not asked | `OffloadingManager.get_load_source` |
+| sparse attention with pages in host memory | none | `AttentionConfig.hisparse_config` |
 
 Each difference is found by looking at what is there, not at a version number.
 """
@@ -91,6 +92,7 @@ __all__ = [
     "disk_source",
     "empty_histogram",
     "event",
+    "has_hisparse",
     "is_cpu_platform",
     "job_result",
     "job_rows",
@@ -238,6 +240,12 @@ def told_by_rank0(value: Any) -> Any:
     except AssertionError:
         group = parallel_state.get_world_group()
     return group.broadcast_object(value, src=0)
+
+
+def has_hisparse(vllm_config: Any) -> bool:
+    """Whether a server keeps some of its pages in host memory; `vllm_config` may be None, where nobody says."""
+    attention = getattr(vllm_config, "attention_config", None)
+    return getattr(attention, "hisparse_config", None) is not None
 
 
 def served_vllm_config() -> Any:

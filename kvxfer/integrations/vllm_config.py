@@ -1,4 +1,4 @@
-"""The tier's keys in vLLM's `secondary_tiers`, checked. Needs no vLLM."""
+"""The keys of a tier, in vLLM's `secondary_tiers`, which are the connector's too, checked. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Self
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm_deadline import MEASURED
+from kvxfer.integrations.vllm_journal import POLICIES
 
-POLICIES = ("lru", "arc")
 _NOT_BUILT = {
     "policy": ("s3fifo", "s3-fifo"),
     "durability": ("fsync", "sync", "full"),
@@ -45,7 +45,7 @@ class TierConfig:
     locality: str | None = None  # LOCAL | None: what KV events say
 
     def __post_init__(self) -> None:
-        for name, allowed in (("policy", POLICIES), ("durability", ("none",)), ("locality", ("LOCAL", None))):
+        for name, allowed in (("policy", tuple(POLICIES)), ("durability", ("none",)), ("locality", ("LOCAL", None))):
             value = getattr(self, name)
             if value in _NOT_BUILT.get(name, ()):
                 raise ConfigError(f"tier key {name}={value!r} is not built yet; allowed is {_list(allowed)}")

@@ -49,11 +49,6 @@ class Deadlines:
         self._requests: dict[str, _Request] = {}
 
     @property
-    def are_possible(self) -> bool:
-        """Whether a load can have a deadline."""
-        return self._deadline_s is not None or self._given is not None or self._pace is not None
-
-    @property
     def measuring(self) -> bool:
         """Whether the calls below `of` have a use."""
         return self._pace is not None

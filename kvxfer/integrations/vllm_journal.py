@@ -1,4 +1,4 @@
-"""What comes into a store and leaves it, of the keys that a tier wants to hear of. Needs no vLLM."""
+"""What comes into a store and leaves it, of keys that somebody wants to hear of. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class Journal:
                 self._removed.append(entry.key)
 
 
-_POLICIES: dict[str, Callable[[], CachePolicy[Entry]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
+POLICIES: dict[str, Callable[[], CachePolicy[Entry]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 
 
 def policies(name: str, journal: Journal) -> Callable[[], CachePolicy[Entry]]:
     """What makes a store's policies, by the key `policy`: each tells the journal."""
-    return lambda: WatchedPolicy(_POLICIES[name](), journal)
+    return lambda: WatchedPolicy(POLICIES[name](), journal)
 
 
 class WatchedPolicy(CachePolicy[Entry]):

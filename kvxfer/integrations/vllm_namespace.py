@@ -1,4 +1,4 @@
-"""What vLLM's rows mean: the namespace of a tier. Knows vLLM's OffloadingConfig by its fields, and imports nothing.
+"""What vLLM's rows mean: the namespace of a tier; which weights. Knows vLLM's OffloadingConfig by its fields alone.
 
 Rows that are *direct* are whatever the ranks' pages were, side by side in rank order, so their meaning hangs on the
 exact topology, on the page layout and on the code that wrote them. (vLLM's `is_parallelism_agnostic` says otherwise of
@@ -33,7 +33,7 @@ def fingerprint_of(model: str, given: str | None) -> str:
     place = Path(model)
     if not place.is_dir():
         raise ConfigError(
-            f"tier key weights_fingerprint is missing, and the model {model!r} is not a local directory that it could "
+            f"key weights_fingerprint is missing, and the model {model!r} is not a local directory that it could "
             "be computed from: give it, such as the revision of the weights; another value is another cache"
         )
     digest = hashlib.sha256(weights_fingerprint(place).encode())

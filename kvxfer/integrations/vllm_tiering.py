@@ -15,7 +15,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.integrations import vllm_compat as compat
 from kvxfer.integrations.vllm_compat import TieringOffloadingSpec
 from kvxfer.integrations.vllm_rows import make_plan
-from kvxfer.integrations.vllm_worker import KvxferOffloadingWorker
+from kvxfer.integrations.vllm_tiering_worker import KvxferTieringWorker
 
 __all__ = ["KvxferTieringSpec"]
 
@@ -78,7 +78,7 @@ class KvxferTieringSpec(TieringOffloadingSpec):
                 canonical=canonical,
                 lone_writer=compat.rank0_stores_alone(self),
             )
-            return KvxferOffloadingWorker(plan, region, threads=self.copy_threads)
+            return KvxferTieringWorker(plan, region, threads=self.copy_threads)
         except BaseException:  # whatever it is, the region must not stay behind a worker that there is not
             region.cleanup()
             raise
@@ -111,8 +111,7 @@ def _refuse_what_stock_gets_wrong(spec: Any) -> None:
                 f"{spec.config.parallel.rank}, and vLLM lays out the rows that they share as if these were equal: "
                 "split the model into stages of equally many layers"
             )
-    attention = getattr(compat.served_vllm_config(), "attention_config", None)
-    if getattr(attention, "hisparse_config", None) is not None:
+    if compat.has_hisparse(compat.served_vllm_config()):
         raise ConfigError("KvxferTieringSpec does not know hisparse's pages: use spec_name TieringOffloadingSpec")
 
 

@@ -44,7 +44,6 @@ _LEAST_MAP = 1 << 20
 _TRIES, _PAUSE_S = 20, 0.02  # copies of an index that is being written
 _PIECE = 1 << 20
 _NAMESPACE_BYTES = 1 << 16
-_OWN_DEVICES = ("overlay", "btrfs", "bcachefs")  # stat names another device there than /proc/locks
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

@@ -141,6 +141,32 @@ def test_damage_that_one_rank_sees(tmp_root: Path, how: str, segment: int) -> No
         assert again.hits(range(N)) == list(range(N))
 
 
+def test_a_late_write_of_a_rank_that_nobody_waits_for_is_found(tmp_root: Path) -> None:
+    """As of a rank that outlived its coordinator: its whole part, trailers too, in a slot that was given away."""
+    with Server(tmp_root, 2) as source:
+        source.put([5])
+        path, offset, _ = locate(source, 5)
+        layout = source.group.pages[1].mapping.slot
+        late = path.read_bytes()[offset:][: layout.slot_bytes]
+        (entry,) = source.store.pin(source.coordinator.digest, keys_of([5]))
+        source.store.unpin([entry])
+        assert entry is not None and source.store.invalidate(entry, "other")
+        source.put(range(N))
+        path, offset, _ = locate(source, 5)
+        for segment in source.group.pages[1].mapping.segments:
+            for at, size in (
+                (segment * layout.segment_stride, layout.segment_stride),
+                (layout.payload_stride + segment * layout.alignment, layout.alignment),  # a trailer for each
+            ):
+                overwrite(path, offset + at, late[at : at + size])
+    with Server(tmp_root, 4, "hnd", filled=False) as target:
+        found = target.get(range(N))
+        assert [n for n in range(N) if found[n] is not OK] == [5] and found[5] is Status.FOREIGN
+        assert [5 in part.failed for part in target.parts] == [False, False, True, True]
+        target.expect_parts(range(N))
+        assert target.put(range(N)) == keys_of([5])
+
+
 def test_the_chunk_that_failed_is_a_miss_at_once_and_a_hit_when_it_was_stored_since(tmp_root: Path) -> None:
     with Server(tmp_root, 2) as server:
         server.put(range(3))
@@ -334,6 +360,21 @@ def test_a_rush_is_taken_up_the_next_time(tmp_root: Path) -> None:
             assert time.monotonic() < end
             time.sleep(0.01)
         assert len(server.put(range(200))) == 200 - 64
+
+
+def test_who_raises_at_the_news_of_a_commit_costs_no_other(tmp_root: Path) -> None:
+    answers: list[bool] = []
+
+    def raises(_: list[bool]) -> None:
+        raise RuntimeError("a listener")
+
+    with Server(tmp_root, 1) as server:
+        supply = server.coordinator._supply
+        first, second = supply.take(2)
+        supply.commit(supply.digest, [(keys_of([0])[0], first, 1)], raises)
+        supply.commit(supply.digest, [(keys_of([1])[0], second, 1)], answers.extend)
+        assert supply.flush(20) and answers == [True]
+        assert server.hits([0, 1]) == [0, 1]
 
 
 def test_stores_are_bounded(tmp_root: Path) -> None:

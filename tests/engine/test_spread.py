@@ -11,6 +11,7 @@ import pytest
 
 from kvxfer.errors import ConfigError, EngineClosed, LayoutError
 from kvxfer.jobs import Status
+from kvxfer.policy import LRUPolicy
 from kvxfer.results import TransferResult
 from kvxfer.spread import SpreadEngine
 from kvxfer.testing import FaultyIO
@@ -203,11 +204,18 @@ def test_metrics_add_up_and_a_reset_reaches_every_root(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-def test_a_touch_counts_on_the_drive_that_has_the_chunk(tmp_path: Path) -> None:
+def test_a_touch_counts_on_the_drive_that_has_the_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[bytes] = []
     with Drives(tmp_path) as drives:
         drives.put(range(4))
-        drives.reader.touch(keys_of(range(4)))
-        assert drives.reader.lookup(keys_of(range(4))) == 4
+        assert {drives.home(number) for number in range(4)} == {0, 1}
+        monkeypatch.setattr(LRUPolicy, "touch", lambda policy, entry: touched.append(entry.key))
+        drives.reader.touch(keys_of(range(5)))
+        end = time.monotonic() + 20
+        while len(touched) < 4:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert sorted(touched) == sorted(keys_of(range(4)))
 
 
 @pytest.mark.parametrize("weights", [(), (1.0,), (1.0, 0.0), (1.0, -1.0)], ids=str)

@@ -1,9 +1,8 @@
 """engine_child's process with KvxferConnector: how the drive is damaged, and what is found there.
 
-Steps beside Child's: several COUNT TOKENS GENERATED (prompts at once; also without the connector: SeveralChild), damage
-HOW NUMBERS (of the prompt's chunks: zero, flip, flip late, swap), delete NUMBERS, hang CALL (one such call does not
-return), fail CALL ERRNO, kill CALL (this process, at the sixth), release (ends these), reset (vLLM's prefix cache and
-the connector's), nap SECONDS, usage.
+Steps beside Child's: damage HOW NUMBERS (of the prompt's chunks: zero, flip, flip late, swap), delete NUMBERS, hang
+CALL (one such call does not return), fail CALL ERRNO, kill CALL (this process, at the sixth), release (ends these),
+reset (vLLM's prefix cache and the connector's), nap SECONDS, settle (until nothing is under way), usage.
 """
 
 from __future__ import annotations
@@ -12,28 +11,11 @@ import os
 import time
 from typing import Any
 
-from vllm import SamplingParams
-
 from kvxfer.testing import FaultyIO
-from tests.integrations.engine_child import PROMPT_TOKENS, Child, prompt
+from tests.integrations.engine_child import PROMPT_TOKENS, Child
 
 
-class SeveralChild(Child):
-    """With requests at once."""
-
-    def several(self, count: int, tokens: int, generated: int) -> dict[str, Any]:
-        outputs = self.llm.generate(
-            [prompt(seed, tokens) for seed in range(count)],
-            SamplingParams(temperature=0.0, max_tokens=generated, ignore_eos=True, detokenize=False),
-            use_tqdm=False,
-        )
-        return {
-            "several": [list(output.outputs[0].token_ids) for output in outputs],
-            "cached": [output.num_cached_tokens for output in outputs],
-        }
-
-
-class ConnectorChild(SeveralChild):
+class ConnectorChild(Child):
     """With KvxferConnector, whichever ranks it has."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -43,14 +25,14 @@ class ConnectorChild(SeveralChild):
         self.coordinator = self.manager._coordinator
         self.store = self.manager._store
         self.chain: list[bytes] = []  # the prompt's keys, in order
-        self._prepare, self.manager.lookup = self.manager.lookup, self.lookup
+        self._look_up, self.manager.lookup = self.manager.lookup, self.lookup
         self._seen: list[bytes] = []
 
     def lookup(self, key: bytes, context: Any) -> Any:
         """Listens: a prompt's lookups go along its chain."""
         if key not in self._seen:
             self._seen.append(key)
-        return self._prepare(key, context)
+        return self._look_up(key, context)
 
     def run(self, seed: int = 0, tokens: int = PROMPT_TOKENS, more: int = 8) -> dict[str, Any]:
         self._seen = []

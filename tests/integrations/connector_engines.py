@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
-
-from tests.integrations.engines import environment
 
 MODULE = "kvxfer.integrations.vllm_connector"
 CHILD = "tests.integrations.connector_child:ConnectorChild"
@@ -44,15 +39,3 @@ def with_connector(
         "child": CHILD,
         "arguments": arguments or {},
     }
-
-
-def start_engine(where: Path, setup: dict[str, Any], *steps: Any) -> subprocess.Popen[str]:
-    """As run_engine, but not waited for."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.integrations.engine_child", json.dumps(setup), json.dumps(steps)],
-        cwd=where,
-        env=environment(where),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )

@@ -18,6 +18,13 @@ KEYS = {"capacity_bytes": 256 << 20, "io_threads": 2}
 WHOLE = 12 * 32  # tokens of the prompt's full blocks
 SLOT_BYTES = ROW_BYTES + 4096
 APART = {"slab_bytes": 4096 + SLOT_BYTES}  # every chunk has a file of its own
+ENVIRONMENT = {  # of every process with an engine in it, before it imports vLLM
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def tiering(*tiers: dict[str, Any], chunks: int = HOST_CHUNKS, **extra: Any) -> dict[str, Any]:

@@ -10,8 +10,6 @@ import hashlib
 import os
 from typing import Any
 
-from vllm import SamplingParams
-
 from tests.integrations.engine_child import prompt
 from tests.integrations.parallel_child import TiersChild
 
@@ -21,9 +19,7 @@ class BranchChild(TiersChild):
 
     def branch(self, tokens: int) -> dict[str, Any]:
         ids = prompt(0)["prompt_token_ids"][:tokens] + prompt(1000 + tokens)["prompt_token_ids"][tokens:]
-        how = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
-        (output,) = self.llm.generate([{"prompt_token_ids": ids}], how, use_tqdm=False)
-        return {"ids": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+        return self._run(ids, 8)
 
     def shutdown(self) -> dict[str, Any]:
         if self.scheduler.connector is None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import errno
-import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations.connector_engines import TWO_RANKS, start_engine, with_connector
-from tests.integrations.engines import WHOLE, run_engine
+from tests.integrations.connector_engines import TWO_RANKS, with_connector
+from tests.integrations.engines import WHOLE, run_engine, run_engines, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -147,13 +146,12 @@ def test_larger_chunks_and_generated_tokens(where: Path, model: Path, plain: lis
 def test_requests_at_once_and_preempted(where: Path, model: Path, tmp_root: Path) -> None:
     """20 blocks for four requests that need 36: jobs are flushed, and their blocks are others' at once."""
     tight = {"num_gpu_blocks_override": 20, "max_model_len": 512}
-    step = ["several", 4, 128, 160]
-    child = "tests.integrations.connector_child:SeveralChild"
-    (want,) = run_engine(where, {"model": str(model), "arguments": tight, "child": child}, step)
+    step = ["many", [0, 1, 2, 3], 128, 160]
+    (want,) = run_engine(where, {"model": str(model), "arguments": tight}, step)
     setup = with_connector(model, tmp_root, arguments=tight, extra={"offload_prompt_only": False})
     results = run_engine(where, setup, step, ["settle"], step, ["settle"], step, ["usage"], ["metrics"])
-    rounds = [result for result in results if "several" in result]
-    assert [each["several"] for each in rounds] == [want["several"]] * 3
+    rounds = [result for result in results if "all" in result]
+    assert [each["all"] for each in rounds] == [want["all"]] * 3
     assert sum(rounds[1]["cached"]) > 0 and results[-2]["pinned"] == 0
     assert not damaged(results[-1])
 
@@ -192,7 +190,7 @@ def test_killed_in_the_middle_of_a_store_and_another_one_after_it(
     where: Path, model: Path, plain: list[int], tmp_root: Path
 ) -> None:
     setup = with_connector(model, tmp_root)
-    killed = start_engine(where, setup, ["kill", "pwrite"], ["run"], ["fill"])
+    killed = start(where, setup, ["kill", "pwrite"], ["run"], ["fill"])
     killed.communicate(timeout=500)
     assert killed.returncode == -signal.SIGKILL
     results = run_engine(where, setup, ["usage"], ["run"], ["fill"], ["run"], ["metrics"])
@@ -205,12 +203,7 @@ def test_killed_in_the_middle_of_a_store_and_another_one_after_it(
 def test_two_servers_at_once(where: Path, model: Path, plain: list[int], tmp_root: Path) -> None:
     setup = with_connector(model, tmp_root)
     steps = (["run"], ["fill"], ["run"], ["fill"], ["run"], ["metrics"])
-    other = start_engine(where, setup, *steps)
-    results = [run_engine(where, setup, *steps)]
-    out, err = other.communicate(timeout=500)
-    assert other.returncode == 0, err[-3000:]
-    results.append([json.loads(line.removeprefix("RESULT ")) for line in out.splitlines() if "RESULT" in line])
-    for result in results:
+    for result in run_engines(where, (setup, steps), (setup, steps)):
         assert [run["ids"] for run in result if "ids" in run] == [plain] * 3
         assert result[4]["cached"] == WHOLE and not damaged(result[5])
 

@@ -22,19 +22,12 @@ import pytest
 
 from kvxfer.metrics import Kind
 from kvxfer.observe import SERIES
-from tests.integrations.engines import KEYS, ROW_BYTES, TIER, WHOLE, environment, tiering
+from tests.integrations.engines import ENVIRONMENT, KEYS, ROW_BYTES, TIER, WHOLE, environment, tiering
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 START_S = 400  # 40 on a quiet machine
 CAPACITY = 120 * ROW_BYTES  # some more than a hundred chunks
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 ARGUMENTS = (
     "--served-model-name tiny --dtype float32 --block-size 32 --enforce-eager --skip-tokenizer-init --host 127.0.0.1 "
     "--num-gpu-blocks-override 40 --max-model-len 1024 --enable-prefix-caching --enable-prompt-tokens-details "
@@ -227,8 +220,10 @@ def test_what_an_operator_sees(server: Server, events: Events, plain: list[int])
     for seed in range(106, 112):  # more than the root holds
         server.complete(seed)
     full = server.settled()
-    time.sleep(2)  # they are published by a thread of their own
     stored, evicted = total(full, "vllm:kvxfer_store_chunks_total"), total(full, "vllm:kvxfer_evicted_chunks_total")
+    deadline = time.monotonic() + 60  # they are published by a thread of their own
+    while (len(events.stored) < stored or len(events.removed) < evicted) and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert stored == full["vllm:kvxfer_store_chunks_total", ("stored",)] == 12 * 12
     assert evicted > 0 and full["vllm:kvxfer_entries", ()] == stored - evicted
     assert len(events.stored) == len(set(events.stored)) == stored

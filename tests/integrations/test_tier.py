@@ -240,7 +240,7 @@ def test_a_full_disk(tmp_root: Path, call: str) -> None:
         rig.check(want, range(N))
 
 
-@pytest.mark.parametrize("keys", [{"deadline_s": 0.3}, {"recompute_tokens_per_s": N * 16 / 0.3}], ids=str)
+@pytest.mark.parametrize("keys", [{"deadline_s": 3.0}, {"recompute_tokens_per_s": N * 16 / 3.0}], ids=str)
 def test_a_read_that_hangs_ends_at_the_deadline(tmp_root: Path, keys: dict[str, float]) -> None:
     with Rig(tmp_root, **keys) as rig:
         want = rig.fill()
@@ -251,7 +251,7 @@ def test_a_read_that_hangs_ends_at_the_deadline(tmp_root: Path, keys: dict[str, 
             io.hang("pread", after=5, times=1)  # one of the two threads; the other goes on
             started = time.monotonic()
             result = rig.load(range(N), request)
-            assert 0.2 < time.monotonic() - started < 5
+            assert 2.9 < time.monotonic() - started < 30
             arrived = set(result.successful_keys or ())
             (late,) = (n for n in range(N) if key_of(n) not in arrived)
             there = [n for n in range(N) if n != late]
@@ -268,10 +268,10 @@ def test_stores_are_bounded_and_what_is_too_much_is_counted(tmp_root: Path) -> N
     with Rig(tmp_root, max_queued_store_chunks=8) as rig, FaultyIO() as io:
         rig.fill()
         request = rig.request("a")
-        io.delay("pwrite", 0.05)
+        io.delay("pwrite", 0.5)
         started = time.perf_counter()
         jobs = [rig.submit([n], request, load=False) for n in range(60)]
-        assert time.perf_counter() - started < 1.0
+        assert time.perf_counter() - started < 10  # the writes of all would take 15 s and more
         results = [rig.wait(job) for job in jobs]
         dropped = [not result.success for result in results]
         assert dropped[:8] == [False] * 8 and sum(dropped) > 30

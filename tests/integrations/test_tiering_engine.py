@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +16,11 @@ from tests.integrations.test_tiering_docs import pasted
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 OURS = {key: pasted()["kv_connector_extra_config"][key] for key in ("spec_name", "spec_module_path")}
-WORKER = "kvxfer.integrations.vllm_worker.KvxferOffloadingWorker"
+WORKER = "kvxfer.integrations.vllm_tiering_worker.KvxferTieringWorker"
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 CANONICAL = {"canonical_layout": True}
 ROWS = 64  # of the host tier: what is under way to the drive leaves room for a prompt, and `fill` fills it
-FEW = {
-    "num_gpu_blocks_override": 20,
-    "max_model_len": 512,
-}  # so that four requests of nine blocks each push one another out
+FEW = {"num_gpu_blocks_override": 20, "max_model_len": 512}  # four requests of nine blocks push one another out
 SEEDS = [0, 50, 51, 52]  # prompts
 
 
@@ -62,13 +60,13 @@ def expect(result: dict[str, Any], plain: list[int], cached: int = WHOLE) -> Non
 
 def hits_after_everything_was_forgotten(where: Path, one: dict[str, Any], plains: dict[int, list[int]]) -> None:
     """Cold; from the tier, when device and host have other prompts; when vLLM has reset its prefix cache; at once."""
-    steps = [["worker"], ["run"], ["fill"], ["run"], ["forget"], ["run"], ["together", SEEDS], ["fill"], ["moved"]]
+    steps = [["worker"], ["run"], ["fill"], ["run"], ["forget"], ["run"], ["many", SEEDS], ["fill"], ["moved"]]
     worker, cold, _, evicted, _, forgotten, several, _, moved = run_engine(where, one, *steps)
     assert worker["worker"] == WORKER
     expect(cold, plains[0], 0)
     expect(evicted, plains[0])
     expect(forgotten, plains[0])
-    assert several == {"all": [plains[seed] for seed in SEEDS], "hits": [WHOLE, 0, 0, 0]}
+    assert several == {"all": [plains[seed] for seed in SEEDS], "cached": [WHOLE, 0, 0, 0]}
     assert moved["load"] == 2 * 12 * ROW_BYTES  # the third time the device has the prompt itself
     assert moved["store"] >= (1 + 7 + 3) * 12 * ROW_BYTES and moved["store"] % ROW_BYTES == 0
 
@@ -170,21 +168,18 @@ def test_files_of_another_worker_are_read_and_the_other_way_round(
 @pytest.mark.parametrize("layout", [{}, CANONICAL], ids=["direct", "canonical"])
 def test_preempted_requests(where: Path, model: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Blocks are taken away from requests whose stores must end first."""
-    ask = ["together", SEEDS, 128, 160]
-    plain = {"model": str(model), "arguments": FEW, "child": "tests.integrations.tiering_child:TogetherChild"}
-    (want,) = run_engine(where, plain, ask)
+    ask = ["many", SEEDS, 128, 160]
+    (want,) = run_engine(where, {"model": str(model), "arguments": FEW}, ask)
     one = setup(model, kvxfer_tier(tmp_path / "root"), arguments=FEW, offload_prompt_only=False, **layout)
     first, second, moved = run_engine(where, one, ask, ask, ["moved"])
     assert first["all"] == second["all"] == want["all"]
-    assert second["hits"] == [128] * 4
+    assert second["cached"] == [128] * 4
     assert moved["preempted"] > 0 and moved["store"] > 0
     assert moved["load"] >= 4 * 4 * ROW_BYTES  # the prompts' blocks, the second time
 
 
 def start_fails(where: Path, one: dict[str, Any], **environ: str) -> str:
     """What an engine says that does not start."""
-    import json
-
     command = [sys.executable, "-m", "tests.integrations.engine_child", json.dumps(one), "[]"]
     done = subprocess.run(
         command, cwd=where, env=environment(where) | environ, capture_output=True, text=True, timeout=500

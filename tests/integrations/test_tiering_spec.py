@@ -64,7 +64,7 @@ def test_on_the_cpu_the_worker_is_kvxfers_and_moves_rows() -> None:
 
     spec, pages = make(extra={"kvxfer_copy_threads": 2}), caches()
     worker = spec.get_worker(pages)
-    assert type(worker).__module__ == "kvxfer.integrations.vllm_worker"
+    assert type(worker).__module__ == "kvxfer.integrations.vllm_tiering_worker"
     assert spec.get_worker(pages) is worker
     assert worker.submit_store(5, GPULoadStoreSpec([3], [1], [0]), CPULoadStoreSpec([2]))
     worker.wait({5})

@@ -117,7 +117,7 @@ class Server:
 
     def __init__(self, stock: Any, ranks: list[Rank], part: int, per_chunk: int, canonical: bool) -> None:
         from kvxfer.integrations.vllm_rows import make_plan
-        from kvxfer.integrations.vllm_worker import KvxferOffloadingWorker
+        from kvxfer.integrations.vllm_tiering_worker import KvxferTieringWorker
 
         self.ranks, self.regions, self.mine, self.theirs = ranks, [], [], []
         row = -(-part * len(ranks) // 4096) * 4096
@@ -128,7 +128,7 @@ class Server:
             mine, theirs = (SharedOffloadRegion(name, NUM_ROWS, number, row, part) for name in names)
             self.regions.append((mine, theirs))
             plan = make_plan(rank.mine, mine, per_chunk, canonical=canonical)
-            self.mine.append(KvxferOffloadingWorker(plan, mine))
+            self.mine.append(KvxferTieringWorker(plan, mine))
             worker = stock.CPUOffloadingWorker(rank.theirs, per_chunk, NUM_ROWS, theirs, canonical)
             self.theirs.append(worker)
 

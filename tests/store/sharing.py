@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,10 +10,9 @@ from typing import Any
 
 import lmdb
 
-from kvxfer.config import slab_cost
 from kvxfer.store.members import RootLock
 from kvxfer.store.records import EpochRow, IndexRecord, LeaseRow, MemberRow, Row, SlabRow, SlabState, parse
-from kvxfer.store.slab import slab_file_bytes, slab_name
+from kvxfer.store.slab import slab_name
 from tests.store import rig
 from tests.store.peer import Peer
 
@@ -196,15 +194,3 @@ class Group:
         """Ends all of them."""
         for peer in self.peers:
             peer.end()
-
-
-def slab_size(num_slots: int) -> int:
-    """What a slab of ROW slots counts as."""
-    return slab_cost(slab_file_bytes(rig.ROW, num_slots))
-
-
-def index_file(root: Path) -> Path:
-    """The index's data."""
-    path = root / "index" / "data.mdb"
-    assert os.path.exists(path)
-    return path

@@ -1,4 +1,4 @@
-"""kvxfer's converter as the worker between vLLM's pages and its host rows, where both are in host memory."""
+"""KvxferTieringSpec's worker: kvxfer's converter between vLLM's pages and its host rows, both in host memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvxfer.integrations.vllm_copier import RowCopier, RowJob
 from kvxfer.integrations.vllm_rows import job_pages
 from kvxfer.report import engine_reporter
 
-__all__ = ["KvxferOffloadingWorker"]
+__all__ = ["KvxferTieringWorker"]
 
 SHUTDOWN_S = 30.0  # that a job under way gets at shutdown
 
 
-class KvxferOffloadingWorker(OffloadingWorker):
+class KvxferTieringWorker(OffloadingWorker):
     """Copies on a thread of its own: a job is queued by `submit_*` and is one conversion when its turn comes.
 
     Nothing here raises into vLLM. It takes no failure either: it asserts that every job is accepted and succeeds, and
