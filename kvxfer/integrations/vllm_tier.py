@@ -282,9 +282,10 @@ class KvxferTier(SecondaryTierManager):
         self._hit_again(self._journal.take_stored())
 
     def _hit_again(self, keys: Collection[bytes]) -> None:
-        for failed in self._failed.values():
-            if failed:
+        if any(self._failed.values()):
+            for failed in self._failed.values():
                 failed.difference_update(keys)
+            self._journal.forget(keys)  # a store that found them there inserts nothing
 
     # ---- events ------------------------------------------------------------------------------------------------
 
