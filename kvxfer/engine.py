@@ -108,8 +108,8 @@ class TransferEngine:
         self._writer = StoreWriter(
             store, self.digest, slot, self._runner, self._handles, self._native_ids, self._intake, self._publish
         )
-        # Guards what follows; never held across a call that can block. Reentrant, so that only its owner can release
-        # it: an exception from a signal can leave a wait without the lock that it should have taken again.
+        # Guards what follows; never held across a call that can block. Reentrant, so that only its owner releases it:
+        # an exception from a signal can leave a wait without the lock that it should have taken again.
         self._lock = threading.RLock()
         self._published = threading.Condition(self._lock)
         self._open: dict[int, PendingJob] = {}  # accepted, no result yet
@@ -149,6 +149,11 @@ class TransferEngine:
     def takes_stores(self) -> bool:
         """Whether a store would be queued now: it is turned on, its breaker not open, the queue not full."""
         return self._queued_chunks[STORE] < self.config.max_queued_store_chunks and self._intake.refusal(STORE) is None
+
+    @property
+    def answers_loads(self) -> bool:
+        """Whether a chunk of a load would be tried now: it is turned on, and its breaker lets one pass."""
+        return self._intake.room(1) > 0
 
     def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, *, begin: bool = True) -> None:
         """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
@@ -311,9 +316,8 @@ class TransferEngine:
                 self._publish(job)
         if left:
             _KEPT.append(self._pages)  # a read straight into them may still be under way
-            engine_reporter.warn(
-                "shutdown", f"shutdown left {left} threads in calls that have not returned", count=left
-            )
+            message = f"shutdown left {left} threads in calls that have not returned"
+            engine_reporter.warn("shutdown", message, count=left)
         else:
             for thread in self._threads:
                 thread.join()

@@ -1,7 +1,8 @@
 """Several drives behind one face: chunks are spread over the roots of several engines.
 
 Every root is a whole store of its own, with its own index, threads and circuit breaker. So a drive that fails, fills or
-vanishes costs the chunks that lie on it, and nothing else: they become misses, and stores go to the others.
+vanishes costs the chunks that lie on it, and nothing else: they become misses, and stores go to the others, of these
+chunks too.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ class _Job:
     nbytes: int = 0
     seconds: float = 0.0
     errors: list[ChunkError] = field(default_factory=list)
+    placed: list[bytes] = field(default_factory=list)  # keys of a store that were given a root
 
 
 class SpreadEngine:
     """Engines of one namespace over the same pages, each with a root on a drive of its own. They stay the caller's.
 
-    A store's chunk goes to the root that has it, or else to the one that is emptiest for its capacity among those that
-    take stores; a load's to the one that has it. Calls, errors and results are a TransferEngine's.
+    A store's chunk goes to the root that has it and answers loads, or else to one that takes stores, in turn by weight;
+    a load's to the one that has it. Calls, errors and results are a TransferEngine's.
 
     Args:
         engines: at least one; shut down by `shutdown`.
@@ -57,7 +59,9 @@ class SpreadEngine:
         if not engines or len(weights) != len(engines) or min(weights) <= 0:
             raise ConfigError(f"{len(engines)} engines need as many positive weights, not {list(weights)}")
         self._engines, self._weights = tuple(engines), tuple(weights)
-        self._placed = [0] * len(engines)  # chunks that were sent there to be stored
+        self._turns = [0.0] * len(engines)  # the one with the least is next: chunks sent there by their weight
+        self._turn = 0.0  # of the last that was chosen; who took no stores for a while does not catch up
+        self._under_way: dict[bytes, int] = {}  # key that is being stored -> engine
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
         self._ready: list[TransferResult] = []
@@ -85,7 +89,7 @@ class SpreadEngine:
 
     def holds(self, key: bytes) -> bool:
         """`lookup` of one key."""
-        return self._engines[self._home(key, store=False)].holds(key)
+        return self._engines[self._home(key)].holds(key)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Counts as a use."""
@@ -98,9 +102,7 @@ class SpreadEngine:
     def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, *, begin: bool = True) -> None:
         """As TransferEngine.submit_store."""
         ids = self._engines[0].block_table(len(keys), block_ids)
-        with self._lock:
-            homes = [self._home(key, store=True) for key in keys]
-        self._submit(job_id, keys, ids, homes, partial(TransferEngine.submit_store, begin=begin))
+        self._submit(job_id, keys, ids, partial(TransferEngine.submit_store, begin=begin), store=True)
 
     def submit_load(
         self,
@@ -114,37 +116,57 @@ class SpreadEngine:
         """As TransferEngine.submit_load."""
         ids = self._engines[0].block_table(len(keys), block_ids)
         refuse_repeated(ids)  # which its parts would not see
-        homes = [self._home(key, store=False) for key in keys]
-        self._submit(job_id, keys, ids, homes, partial(TransferEngine.submit_load, deadline=deadline, begin=begin))
+        self._submit(job_id, keys, ids, partial(TransferEngine.submit_load, deadline=deadline, begin=begin))
 
     def begin(self) -> None:
         """As TransferEngine.begin."""
         for engine in self._engines:
             engine.begin()
 
-    def _home(self, key: bytes, *, store: bool) -> int:
-        """Which engine has the key; where none has, the one that should store it, or the first, which will miss it."""
-        for number, engine in enumerate(self._engines):
-            if engine.contains(key):
+    def _home(self, key: bytes) -> int:
+        """Which engine has the key, one that answers loads if there is one; the first, which will miss it, if none."""
+        having = [number for number, engine in enumerate(self._engines) if engine.contains(key)]
+        return next((number for number in having if self._engines[number].answers_loads), (having or [0])[0])
+
+    def _place(self, key: bytes, job: _Job) -> int:
+        """Which engine is to store the key. (One that has it and answers no load would keep it from everybody.)"""
+        having = [number for number, engine in enumerate(self._engines) if engine.contains(key)]
+        for number in having:
+            if self._engines[number].answers_loads:
                 return number
-        if not store:
-            return 0
-        willing = [number for number, engine in enumerate(self._engines) if engine.takes_stores]
-        number = min(willing or range(len(self._engines)), key=lambda n: (self._placed[n] + 1) / self._weights[n])
-        self._placed[number] += 1
+        under_way = self._under_way.get(key)
+        if under_way is not None and self._engines[under_way].takes_stores:
+            return under_way
+        others = [number for number in range(len(self._engines)) if number not in having]
+        choice = [number for number in others if self._engines[number].takes_stores]
+        if not choice and having:
+            return having[0]
+        number = min(choice or others, key=lambda n: max(self._turns[n], self._turn))
+        self._turn = max(self._turns[number], self._turn)
+        self._turns[number] = self._turn + 1 / self._weights[number]
+        self._under_way[key] = number
+        job.placed.append(key)
         return number
 
     def _submit(
-        self, job_id: int, keys: Sequence[bytes], ids: NDArray[np.int64], homes: list[int], submit: Callable[..., None]
+        self,
+        job_id: int,
+        keys: Sequence[bytes],
+        ids: NDArray[np.int64],
+        submit: Callable[..., None],
+        *,
+        store: bool = False,
     ) -> None:
         """Hands each engine its part. What raises for the first of them raises; for others it is their part's end."""
-        where = np.asarray(homes, np.int64)
-        numbers = list(dict.fromkeys(homes)) or [0]
-        parts = {number: np.flatnonzero(where == number) for number in numbers}
-        job = _Job(dict(parts), np.zeros(len(keys), np.bool_))
+        job = _Job({}, np.zeros(len(keys), np.bool_))
         with self._lock:
             if job_id in self._jobs:
                 raise LayoutError(f"job {job_id} is still open")
+            homes = [self._place(key, job) if store else self._home(key) for key in keys]
+            where = np.asarray(homes, np.int64)
+            numbers = list(dict.fromkeys(homes)) or [0]
+            parts = {number: np.flatnonzero(where == number) for number in numbers}
+            job.waits_for = dict(parts)
             self._jobs[job_id] = job
         for number, index in parts.items():
             try:
@@ -152,7 +174,7 @@ class SpreadEngine:
             except Exception as exc:
                 if number == numbers[0]:
                     with self._lock:
-                        del self._jobs[job_id]
+                        self._end(job_id)
                     raise
                 engine_reporter.warn("spread", f"a part of job {job_id} was refused: {exc}", job=job_id)
                 errors = tuple(ChunkError(chunk, Status.CANCELLED) for chunk in range(len(index)))
@@ -177,10 +199,15 @@ class SpreadEngine:
             job.seconds = max(job.seconds, result.seconds)
             job.errors += [replace(error, chunk=int(index[error.chunk])) for error in result.errors]
             if not job.waits_for:
-                del self._jobs[result.job_id]
+                self._end(result.job_id)
                 bitmap = CompletionBitmap.from_bools(job.arrived)
                 errors = tuple(sorted(job.errors, key=lambda error: error.chunk))
                 self._ready.append(TransferResult(result.job_id, bitmap, job.nbytes, job.seconds, errors))
+
+    def _end(self, job_id: int) -> None:
+        """Called with the lock held."""
+        for key in self._jobs.pop(job_id).placed:
+            self._under_way.pop(key, None)
 
     def cancel(self, job_id: int) -> None:
         """As TransferEngine.cancel."""

@@ -90,13 +90,23 @@ class TierConfig:
         roots = list(given) if isinstance(given, list | tuple) else [given]
         if not roots or not all(isinstance(root, str) and root for root in roots):
             raise ConfigError(f"tier key root_dir={given!r} must be the path of a directory, or a list of such paths")
-        if len({os.path.realpath(root) for root in roots}) < len(roots):
-            raise ConfigError(f"tier key root_dir={given!r} names a directory twice")
+        _refuse_overlapping(roots)
         return cls(
             stores=tuple(StoreConfig.from_mapping({"root": root} | _those(raw, STORE_KEYS)) for root in roots),
             engine=EngineConfig.from_mapping(_those(raw, ENGINE_KEYS)),
             **_those(raw, own),
         )
+
+
+def _refuse_overlapping(roots: list[str]) -> None:
+    """Raises ConfigError where one of the directories is, or lies in, another: both would count the same bytes."""
+    real = [os.path.realpath(root) for root in roots]
+    if len(set(real)) < len(real):
+        raise ConfigError(f"tier key root_dir={roots!r} names a directory twice")
+    for inner in real:
+        for outer in real:
+            if inner != outer and os.path.commonpath([inner, outer]) == outer:
+                raise ConfigError(f"tier key root_dir={roots!r}: {inner!r} lies in {outer!r}")
 
 
 def _those(raw: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:

@@ -120,6 +120,14 @@ class KvxferTier(SecondaryTierManager):
         self._deadlines = Deadlines(self.config.deadline_s, self.config.recompute_tokens_per_s, tokens)
         self._journal = Journal()
         self._roots = Roots(self.config, namespace, np.asarray(_Rows(view)), len(view), self._journal)
+        try:
+            self._begin(spec)
+        except BaseException:  # whatever it is, the roots must not stay open under a tier that there is not
+            self._roots.engine.shutdown()
+            self._roots.close()
+            raise
+
+    def _begin(self, spec: Any) -> None:
         self._engine, self._store = self._roots.engine, self._roots.stores[0]
         self._journal.digests = self._roots.digests
         self._jobs: dict[int, _Job] = {}
@@ -230,6 +238,12 @@ class KvxferTier(SecondaryTierManager):
             return
         try:
             self._engine.begin()
+        except Exception as exc:  # they begin of themselves soon
+            _report("begin", exc)
+        self._take_results()
+
+    def _take_results(self) -> None:
+        try:
             results = self._engine.poll()
         except Exception as exc:  # the next step asks again
             _report("poll", exc)
@@ -268,9 +282,10 @@ class KvxferTier(SecondaryTierManager):
         self._hit_again(self._journal.take_stored())
 
     def _hit_again(self, keys: Collection[bytes]) -> None:
-        for failed in self._failed.values():
-            if failed:
+        if any(self._failed.values()):
+            for failed in self._failed.values():
                 failed.difference_update(keys)
+            self._journal.forget(keys)  # a store that found them there inserts nothing
 
     # ---- events ------------------------------------------------------------------------------------------------
 
@@ -290,11 +305,14 @@ class KvxferTier(SecondaryTierManager):
     def on_schedule_end(self, context: Any) -> None:
         """The end of a step: what it submitted begins."""
         self._stepped = True
-        if not self._closed:
-            self._engine.begin()
-        if self._events is None:  # which does it where there is one
-            self._journal.digests = self._roots.digests
-        self._take_stored()
+        try:
+            if not self._closed:
+                self._engine.begin()
+            if self._events is None:  # which does it where there is one
+                self._journal.digests = self._roots.digests
+            self._take_stored()
+        except Exception as exc:  # jobs begin of themselves soon, and the next step is as good for the rest
+            _report("step", exc)
 
     def drain_jobs(self) -> None:
         """Wait until every job has its result; what has none after drain_timeout_s is cancelled.
@@ -333,20 +351,26 @@ class KvxferTier(SecondaryTierManager):
             engine_reporter.warn("drain", "a drain waits for reads into rows that have not returned")
 
     def shutdown(self) -> None:
-        """End all jobs, give the root back and let go of vLLM's memory. Twice is fine.
+        """End all jobs, give the roots back and let go of vLLM's memory. Twice is fine. The jobs have their results.
 
         Where a read straight into a row has not returned the memory stays until the process ends: vLLM says in its log
         that it could not unmap it.
         """
         if self._closed:
             return
-        self._collect()
         self._closed = True
         try:
             if self._engine.shutdown() and self.config.engine.rows == "straight":
                 _KEPT.append(memoryview(self._view))
-        finally:
+            self._take_results()
+        except Exception as exc:  # such as a fork's: what is open ends below
+            _report("shutdown", exc)
+        for job_id, job in list(self._jobs.items()):
+            self._finish(job_id, job, None)
+        try:
             self._roots.close()
+        except Exception as exc:  # vLLM is ending, and goes on with that
+            _report("close", exc)
 
     # ---- metrics -----------------------------------------------------------------------------------------------
 
@@ -372,13 +396,14 @@ class KvxferTier(SecondaryTierManager):
 
 
 def _split(keys: tuple[bytes, ...], result: TransferResult | None) -> tuple[tuple[bytes, ...], list[bytes]]:
-    """The keys of a job that arrived, and those that did not."""
+    """The keys of a job that arrived, wherever they are named in it, and those that did not."""
     arrived = [False] * len(keys) if result is None else result.bitmap
     here: list[bytes] = []
     missing: list[bytes] = []
     for key, bit in zip(keys, arrived, strict=True):
         (here if bit else missing).append(key)
-    return tuple(here), missing
+    lost = set(missing)
+    return tuple(key for key in here if key not in lost), missing
 
 
 def _row_bytes(view: memoryview) -> int:

@@ -222,3 +222,45 @@ def test_a_touch_counts_on_the_drive_that_has_the_chunk(tmp_path: Path, monkeypa
 def test_weights_are_one_a_drive_and_positive(tmp_path: Path, weights: tuple[float, ...]) -> None:
     with Drives(tmp_path) as drives, pytest.raises(ConfigError, match="positive weights"):
         SpreadEngine([node.reader for node in drives.nodes], weights)
+
+
+def test_a_drive_that_comes_back_gets_its_share_and_no_more(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        drives.nodes[0].writer.turn_off()
+        assert drives.put(range(12)).bitmap.all()
+        drives.nodes[0].writer.turn_on()
+        assert drives.put(range(12, N)).bitmap.all()
+        assert abs(sum(drives.home(number) for number in range(12, N)) - (N - 12) / 2) <= 1
+
+
+def test_a_chunk_that_no_load_can_reach_is_stored_on_another_drive(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        drives.put(range(6))
+        gone = [number for number in range(6) if drives.home(number) == 0]
+        for engine in (drives.nodes[0].writer, drives.nodes[0].reader):
+            engine.turn_off()
+        assert drives.put(gone).bitmap.all()
+        assert drives.reader.lookup(keys_of(range(6))) == 6
+        assert drives.get(range(6)).bitmap.all()
+        drives.check(range(6))
+        for engine in (drives.nodes[0].writer, drives.nodes[0].reader):
+            engine.turn_on()
+        assert drives.get(range(6)).bitmap.all()
+        drives.check(range(6))
+
+
+def test_a_chunk_that_is_being_stored_is_stored_once(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        with FaultyIO() as io:
+            io.delay("pwrite", 0.3)
+            for job, numbers in enumerate(([0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 4, 4])):
+                drives.writer.submit_store(100 + job, keys_of(numbers), numbers)
+            assert drives.writer.drain(20)
+        assert sorted(result.job_id for result in drives.writer.poll() if result.bitmap.all()) == [100, 101, 102]
+        assert sum(node.store.stats().entries for node in drives.nodes) == 5
+        assert not drives.writer._under_way
+        drives.nodes[0].writer.shutdown()
+        drives.nodes[1].writer.shutdown()
+        with pytest.raises(EngineClosed):
+            drives.writer.submit_store(200, keys_of([7, 8]), [7, 8])
+        assert not drives.writer._under_way and not drives.writer._jobs

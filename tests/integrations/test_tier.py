@@ -207,6 +207,20 @@ def test_a_request_that_is_over_leaves_nothing_behind(tmp_root: Path) -> None:
         assert rig.tier._failed == {}
 
 
+def test_nothing_is_kept_of_keys_that_a_store_found_there(tmp_root: Path) -> None:
+    with Rig(tmp_root) as rig:
+        rig.fill()
+        rig.store([0, 1])
+        a = rig.request("a")
+        with FaultyIO() as io:
+            io.fail("pread", errno.EIO, offset=rig.extent(0))
+            assert not rig.load([0, 1], a).success
+        assert rig.store([0, 1], a).success  # nothing was damaged, so nothing is written
+        assert rig.lookups([0, 1], a) == [HIT, HIT]
+        rig.tier.on_request_finished(a)
+        assert not rig.tier._journal._awaited and not any(rig.tier._failed.values())
+
+
 def test_another_process_s_store_is_a_hit_again(tmp_root: Path) -> None:
     """The journal hears of stores whoever made them: what the table takes in is what the policy is told."""
     with Rig(tmp_root) as rig:
