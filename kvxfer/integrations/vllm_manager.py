@@ -85,6 +85,7 @@ class KvxferManager(OffloadingManager):
             raise
         self._events = EventLog(journal, frozenset((self._coordinator.digest,)), self._contains) if events else None
         self._broken: set[str] = set()  # requests for which a call of ours failed: they miss
+        self._left_out: set[str] = set()  # requests of which nothing is stored or loaded
         self._told, self._told_at = Told(), -STATS_S
         self._closed = False
 
@@ -102,6 +103,11 @@ class KvxferManager(OffloadingManager):
         """What failed for it is forgotten."""
         self._coordinator.end(req_context.req_id)
         self._broken.discard(req_context.req_id)
+        self._left_out.discard(req_context.req_id)
+
+    def leave_out(self, request: str) -> None:
+        """Nothing of this request is stored or loaded, until it has finished: its keys do not say all."""
+        self._left_out.add(request)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT or MISS, at once, from memory. MISS for a chunk that failed for this request and was not stored since.
@@ -111,8 +117,10 @@ class KvxferManager(OffloadingManager):
         try:
             request = req_context.req_id
             allowed = getattr(req_context, "load_tier_filter", None)
-            if request in self._broken or (
-                allowed is not None and not allowed.allows(compat.Medium.STORAGE, self._locality)
+            if (
+                request in self._broken
+                or request in self._left_out
+                or (allowed is not None and not allowed.allows(compat.Medium.STORAGE, self._locality))
             ):
                 return LookupResult.MISS
             return LookupResult.HIT if self._coordinator.lookup(key, request) else LookupResult.MISS
@@ -158,6 +166,8 @@ class KvxferManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         """Slots for what is not there yet; what there are none for is dropped and counted."""
+        if req_context.req_id in self._left_out:
+            return PrepareStoreOutput(keys_to_store=[], store_spec=LoadStoreSpec(), evicted_keys=[])
         try:
             chosen, ticket = self._coordinator.store(list(keys), req_context.req_id)
         except Exception as exc:  # nothing is stored
