@@ -233,6 +233,8 @@ class Coordinator:
             if (one := self._open.get(number)) is None:
                 engine_reporter.warn("ticket", f"a rank settled ticket {number}, which is not open")
                 continue
+            for position in [p for p in settled.failed if p >= len(one.ticket.places)]:
+                del settled.failed[position]  # blocks of a job that was not this ticket's
             one.settled.merge(settled)
             if one.ticket.is_load and settled.failed:
                 short.add(one.owner)
@@ -274,8 +276,11 @@ class Coordinator:
         items = [(ticket.places[position].key, one.slots[position], mask) for position in whole]
 
         def done(answers: list[bool]) -> None:
-            self._stored([key for (key, _, _), there in zip(items, answers, strict=True) if there])
             self._published.append((one, whole, answers))
+            try:
+                self._stored([key for (key, _, _), there in zip(items, answers, strict=True) if there])
+            except Exception as exc:  # whoever listens must not end the thread that publishes
+                engine_reporter.warn("stored", f"a listener failed: {exc}", exc_info=exc)
 
         self._committing += 1
         if items:
