@@ -227,10 +227,11 @@ class KvxferManager(OffloadingManager):
         if self._closed:
             return
         try:
-            self._coordinator.drain(self._setup.config.tier.drain_timeout_s)
+            timeout = self._setup.config.tier.drain_timeout_s
+            self._coordinator.drain(timeout)
             if self._setup.config.tier.reset_on_drain:
-                self._coordinator.reset()
-        except Exception as exc:  # everything stays as it was; said
+                self._coordinator.reset(timeout)
+        except Exception as exc:  # of a store that is closed
             _report("reset", exc)
 
     def shutdown(self) -> None:

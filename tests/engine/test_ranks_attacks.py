@@ -14,7 +14,7 @@ import pytest
 from kvxfer.jobs import Status
 from kvxfer.ranks import Ended
 from kvxfer.testing import FaultyIO
-from kvxfer.tickets import Failure, Report, Settled, Ticket
+from kvxfer.tickets import NOWHERE, Failure, Report, Settled, Ticket
 from tests.engine.ranks_rig import GEOMETRY, Server, keys_of
 from tests.oracle import Model
 
@@ -224,3 +224,44 @@ class Run:
     def reset(self) -> None:
         self.server.coordinator.reset()
         self.epoch += 1
+
+
+@pytest.mark.parametrize("fault", ["fail", "hang"])
+def test_a_reset_that_cannot_be_written_down_is_one_all_the_same(tmp_root: Path, fault: str) -> None:
+    """Bytes of old weights are wrong output. Until the new epoch is on the drive nothing is loaded or stored here."""
+    with Server(tmp_root, 2) as server:
+        server.put(range(3))
+        under_way = server.coordinator.store(keys_of([7]))[1]
+        assert under_way is not None
+        with FaultyIO() as io:
+            rule = io.fail("rename", errno.EIO) if fault == "fail" else io.hang("rename", times=1)
+            start = time.monotonic()
+            assert not server.coordinator.reset(0.3)
+            assert time.monotonic() - start < 15 and rule.hits > 0
+            assert server.hits(range(3)) == []
+            assert server.coordinator.store(keys_of([8])) == ([], None)
+            ticket = server.coordinator.load(keys_of(range(3)), "a")
+            assert {place.slab for place in ticket.places} == {NOWHERE}
+            server.group.submit(ticket, [0, 1, 2])
+            server.group.submit(under_way, [7])
+            end = time.monotonic() + 10
+            while server.coordinator._open:
+                assert time.monotonic() < end
+                server.coordinator.settle(server.group.report())
+        end = time.monotonic() + 30
+        while not server.put([8]):
+            assert time.monotonic() < end
+        assert server.hits([0, 1, 2, 7, 8]) == [8]
+        assert server.store.weight_epoch == 1
+
+
+def test_a_reset_that_could_not_be_written_down_is_tried_again_at_the_end(tmp_root: Path) -> None:
+    with Server(tmp_root, 1) as server:
+        server.put(range(3))
+        with FaultyIO() as io:
+            io.fail("rename", errno.EIO)
+            assert not server.coordinator.reset(0.1)
+        server.group.shutdown()
+        server.coordinator.shutdown(5.0)
+    with Server(tmp_root, 1) as again:
+        assert again.hits(range(3)) == []

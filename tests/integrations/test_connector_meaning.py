@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvxfer.testing import FaultyIO
 from tests.integrations.connector_rig import Server, configs, setup_of, whole_cache
 from tests.integrations.harness import ReqContext, keys_of
 
@@ -84,3 +87,19 @@ def test_requests_with_an_adapter_are_left_alone(tmp_root: Path) -> None:
         assert server.hits([5], plain) == []
         server.manager.on_request_finished(tuned)
         assert not server.manager._left_out
+
+
+@pytest.mark.parametrize("fault", ["fail", "hang"])
+def test_a_reset_for_new_weights_holds_although_the_drive_does_not_take_it(tmp_root: Path, fault: str) -> None:
+    keys = {"reset_on_drain": True, "drain_timeout_s": 0.3}
+    with Server(tmp_root, 1, whole=whole_cache(), keys=keys) as server, FaultyIO() as io:
+        request = server.request("a")
+        server.store(range(3), request)
+        rule = io.fail("rename", errno.EIO) if fault == "fail" else io.hang("rename")
+        start = time.monotonic()
+        server.manager.reset_cache()
+        assert time.monotonic() - start < 30 and rule.hits
+        assert server.hits(range(3), request) == []
+        assert server.load([0], request, [12]) == {12}
+        server.manager.shutdown()
+        assert time.monotonic() - start < 60
