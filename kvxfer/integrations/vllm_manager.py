@@ -85,7 +85,8 @@ class KvxferManager(OffloadingManager):
             raise
         self._events = EventLog(journal, frozenset((self._coordinator.digest,)), self._contains) if events else None
         self._broken: set[str] = set()  # requests for which a call of ours failed: they miss
-        self._left_out: set[str] = set()  # requests of which nothing is stored or loaded
+        self._live: set[str] = set()  # requests that have not finished
+        self._left_out: set[str] = set()  # those of them of which nothing is stored or loaded
         self._told, self._told_at = Told(), -STATS_S
         self._closed = False
 
@@ -96,6 +97,7 @@ class KvxferManager(OffloadingManager):
 
         What failed to load is computed anew, and only so is it stored anew; what is there drops out.
         """
+        self._live.add(req_context.req_id)
         self._coordinator.begin(req_context.req_id)
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
@@ -104,6 +106,7 @@ class KvxferManager(OffloadingManager):
         self._coordinator.end(req_context.req_id)
         self._broken.discard(req_context.req_id)
         self._left_out.discard(req_context.req_id)
+        self._live.discard(req_context.req_id)
 
     def leave_out(self, request: str) -> None:
         """Nothing of this request is stored or loaded, until it has finished: its keys do not say all."""
@@ -222,7 +225,8 @@ class KvxferManager(OffloadingManager):
     def reset_cache(self) -> None:
         """vLLM's prefix cache is reset, for new weights, or for sleep or pause, and it does not say for which.
 
-        With reset_on_drain all that is stored becomes a miss here, for other processes too.
+        With reset_on_drain all that is stored becomes a miss here, for other processes too. Requests that go on are left
+        out then: vLLM offers all their chunks once more, also those computed with the old weights.
         """
         if self._closed:
             return
@@ -230,6 +234,7 @@ class KvxferManager(OffloadingManager):
             timeout = self._setup.config.tier.drain_timeout_s
             self._coordinator.drain(timeout)
             if self._setup.config.tier.reset_on_drain:
+                self._left_out |= self._live
                 self._coordinator.reset(timeout)
         except Exception as exc:  # of a store that is closed
             _report("reset", exc)

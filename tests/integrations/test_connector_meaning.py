@@ -103,3 +103,21 @@ def test_a_reset_for_new_weights_holds_although_the_drive_does_not_take_it(tmp_r
         assert server.load([0], request, [12]) == {12}
         server.manager.shutdown()
         assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_what_was_computed_before_a_reset_is_not_stored_after_it(tmp_root: Path, reset: bool) -> None:
+    """vLLM offers all chunks of requests that go on anew then; theirs may be keys and values of the old weights."""
+    with Server(tmp_root, 1, whole=whole_cache(), keys={"reset_on_drain": reset}) as server:
+        running = server.request("running")
+        server.store([0], running)
+        server.manager.reset_cache()
+        later = server.request("later")
+        end = time.monotonic() + 10
+        while not server.store([8], later):  # the new epoch's namespace is open
+            assert time.monotonic() < end
+        stored = server.store([0, 1], running)
+        assert stored == ([] if reset else keys_of([1]))
+        assert server.hits([0, 1, 8], later) == ([8] if reset else [0, 1, 8])
+        server.manager.on_request_finished(running)
+        assert server.store([0], server.request("running")) == (keys_of([0]) if reset else [])
