@@ -32,6 +32,7 @@ from kvxfer.tickets import NOWHERE, Failure, Place, Report, Settled, Ticket, chu
 __all__ = ["Coordinator"]
 
 AT_HAND = 64
+RESET_S = 10.0  # how long a reset waits for the disk, unless told
 SHARE = 4  # reserved ahead is at most 1/SHARE of all slots that there is room for
 COUNTERS = tuple(name for name, *_ in _native.Stats._fields_)
 
@@ -104,7 +105,8 @@ class Coordinator:
 
     def lookup(self, key: bytes, owner: str = "") -> bool:
         """Whether a chunk is stored: a claim, which a load proves. False for one that failed this owner, as stored."""
-        found = not self._closed and self._intake.room(1) > 0 and self._store.contains(self.digest, key)
+        usable = not self._closed and not self._supply.outdated
+        found = usable and self._intake.room(1) > 0 and self._store.contains(self.digest, key)
         if found and (failed := self._failed.get(owner)) and key in failed:
             (entry,) = self._store.pin(self.digest, [key])
             self._store.unpin([entry])
@@ -130,7 +132,8 @@ class Coordinator:
         """A ticket for loading these chunks. Those that cannot be read have no place: every rank fails them."""
         digest = self.digest
         job = PendingJob(self._next(), LOAD, tuple(map(check_key, keys)), self._blocks(len(keys)))
-        entries = self._store.pin(digest, keys)
+        outdated = self._supply.outdated
+        entries: list[Entry | None] = [None] * len(keys) if outdated else self._store.pin(digest, keys)
         permit = self._intake.admit(LOAD, sum(entry is not None for entry in entries))
         room = self.config.max_queued_load_chunks - self._queued[LOAD]
         left = min(permit.chunks, room) if self._intake.enabled else 0
@@ -165,7 +168,8 @@ class Coordinator:
         wanted, dropped = self._admitted(list(absent.values()))
         permit = self._intake.admit(STORE, len(wanted))
         wanted, held_back = wanted[: permit.chunks], wanted[permit.chunks :]
-        slots = self._supply.take(len(wanted)) if wanted and not self._closed else []
+        usable = not self._closed and not self._supply.outdated
+        slots = self._supply.take(len(wanted)) if wanted and usable else []
         wanted, lacking = wanted[: len(slots)], wanted[len(slots) :]
         for positions, why in ((dropped, self._refusal), (held_back, Status.BREAKER), (lacking, Status.NO_SPACE)):
             for position in positions:
@@ -233,6 +237,8 @@ class Coordinator:
             if (one := self._open.get(number)) is None:
                 engine_reporter.warn("ticket", f"a rank settled ticket {number}, which is not open")
                 continue
+            for position in [p for p in settled.failed if p >= len(one.ticket.places)]:
+                del settled.failed[position]  # blocks of a job that was not this ticket's
             one.settled.merge(settled)
             if one.ticket.is_load and settled.failed:
                 short.add(one.owner)
@@ -274,8 +280,11 @@ class Coordinator:
         items = [(ticket.places[position].key, one.slots[position], mask) for position in whole]
 
         def done(answers: list[bool]) -> None:
-            self._stored([key for (key, _, _), there in zip(items, answers, strict=True) if there])
             self._published.append((one, whole, answers))
+            try:
+                self._stored([key for (key, _, _), there in zip(items, answers, strict=True) if there])
+            except Exception as exc:  # whoever listens must not end the thread that publishes
+                engine_reporter.warn("stored", f"a listener failed: {exc}", exc_info=exc)
 
         self._committing += 1
         if items:
@@ -357,13 +366,13 @@ class Coordinator:
         self._collect()
         return done
 
-    def reset(self) -> int:
-        """Makes everything stored so far a miss, for all processes. May wait for the disk.
+    def reset(self, timeout: float = RESET_S) -> bool:
+        """Makes everything stored so far a miss: here at once, for all processes when it is written down.
 
-        Raises:
-            IOFault, StoreError: it could not be written down, or another process keeps the root locked.
+        Returns:
+            False: it could not be within `timeout` seconds. It is tried on; until then nothing is loaded or stored.
         """
-        return self._store.bump_epoch()
+        return self._supply.raise_epoch(timeout)
 
     def metrics(self) -> Metrics:
         """Every series, of all ranks together. Never blocks."""

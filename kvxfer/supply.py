@@ -46,7 +46,8 @@ class SlotSupply:
         self._commits: deque[tuple[bytes, Sequence[Item], Committed]] = deque()
         self._committing = False
         self._taken_at = self._retry_at = time.monotonic()
-        self._stop = False
+        self._stop = self._outdated = False
+        self._raise_at = self._taken_at
         self._refill()  # while starting, a caller may wait: the first store finds slots
         self._thread = threading.Thread(target=self._serve, name="kvxfer-supply", daemon=True)
         self._thread.start()
@@ -70,6 +71,18 @@ class SlotSupply:
                 return
         self._store.release([slot for _, slot, _ in items])
         done([False] * len(items))
+
+    @property
+    def outdated(self) -> bool:
+        """Whether what is stored is of weights that are no more, and it is not on the drive yet that it is a miss."""
+        return self._outdated
+
+    def raise_epoch(self, timeout: float) -> bool:
+        """Makes all that is stored a miss. False: not within `timeout` seconds; it is tried until it succeeds."""
+        with self._work:
+            self._outdated = True
+            self._work.notify_all()
+            return self._work.wait_for(lambda: not self._outdated, timeout)
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything is committed. False if `timeout` seconds did not suffice."""
@@ -105,19 +118,25 @@ class SlotSupply:
             with self._work:
                 self._committing = False
                 self._work.notify_all()
-            if stop:
+            if stop and not self._outdated:
                 return
             try:
+                self._raise_epoch()
+                if stop:
+                    return
                 self._renew()
                 self._refill()
                 self._shrink()
             except Exception as exc:  # a defect, or a store that was closed: the thread must go on, or nothing commits
                 engine_reporter.failed("supply", "slots cannot be had", exc)
                 self._retry_at = time.monotonic() + WATCH_S
+                if stop:
+                    return
 
     def _has_work(self) -> bool:
         lacking = len(self._free) < self._target and time.monotonic() >= self._retry_at
-        return bool(self._commits) or self._stop or lacking
+        outdated = self._outdated and time.monotonic() >= self._raise_at
+        return bool(self._commits) or self._stop or lacking or outdated
 
     def _publish(self, digest: bytes, items: Sequence[Item]) -> list[bool]:
         try:
@@ -132,6 +151,23 @@ class SlotSupply:
             done(answers)
         except Exception as exc:  # a defect of whoever waited: the thread must go on, or nothing commits
             engine_reporter.warn("commit defect", "a commit could not be told", exc_info=exc)
+
+    def _raise_epoch(self) -> None:
+        """Writes it down that all that is stored is of no use, where that is so."""
+        if not self._outdated or (time.monotonic() < self._raise_at and not self._stop):
+            return
+        before = self._store.weight_epoch
+        try:
+            self._store.bump_epoch()
+        except (StoreError, IOFault) as exc:
+            engine_reporter.warn("epoch", f"the weight epoch cannot be raised; all is a miss here until it is: {exc}")
+            if self._store.weight_epoch == before:
+                self._raise_at = time.monotonic() + WATCH_S
+                return
+        self._renew()
+        with self._work:
+            self._outdated = False
+            self._work.notify_all()
 
     def _renew(self) -> None:
         """Goes on in the namespace of a weight epoch that was raised, by whatever process."""

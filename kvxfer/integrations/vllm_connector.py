@@ -152,9 +152,15 @@ class KvxferConnector(OffloadingConnector):
     # ---- the scheduler's side --------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """A request is there."""
+        """A request is there.
+
+        One with an adapter is left alone: vLLM's hash has the adapter's name and path (0.28: its name, as it has a
+        salt), and neither says which weights it has when its blocks are loaded, by whatever server, some day.
+        """
         self._requests[request.request_id] = request
         super().on_new_request(request)
+        if getattr(request, "lora_request", None) is not None:
+            self.connector_scheduler.manager.leave_out(request.request_id)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """It is not any more."""

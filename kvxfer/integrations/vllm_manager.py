@@ -85,6 +85,8 @@ class KvxferManager(OffloadingManager):
             raise
         self._events = EventLog(journal, frozenset((self._coordinator.digest,)), self._contains) if events else None
         self._broken: set[str] = set()  # requests for which a call of ours failed: they miss
+        self._live: set[str] = set()  # requests that have not finished
+        self._left_out: set[str] = set()  # those of them of which nothing is stored or loaded
         self._told, self._told_at = Told(), -STATS_S
         self._closed = False
 
@@ -95,6 +97,7 @@ class KvxferManager(OffloadingManager):
 
         What failed to load is computed anew, and only so is it stored anew; what is there drops out.
         """
+        self._live.add(req_context.req_id)
         self._coordinator.begin(req_context.req_id)
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
@@ -102,6 +105,12 @@ class KvxferManager(OffloadingManager):
         """What failed for it is forgotten."""
         self._coordinator.end(req_context.req_id)
         self._broken.discard(req_context.req_id)
+        self._left_out.discard(req_context.req_id)
+        self._live.discard(req_context.req_id)
+
+    def leave_out(self, request: str) -> None:
+        """Nothing of this request is stored or loaded, until it has finished: its keys do not say all."""
+        self._left_out.add(request)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT or MISS, at once, from memory. MISS for a chunk that failed for this request and was not stored since.
@@ -111,8 +120,10 @@ class KvxferManager(OffloadingManager):
         try:
             request = req_context.req_id
             allowed = getattr(req_context, "load_tier_filter", None)
-            if request in self._broken or (
-                allowed is not None and not allowed.allows(compat.Medium.STORAGE, self._locality)
+            if (
+                request in self._broken
+                or request in self._left_out
+                or (allowed is not None and not allowed.allows(compat.Medium.STORAGE, self._locality))
             ):
                 return LookupResult.MISS
             return LookupResult.HIT if self._coordinator.lookup(key, request) else LookupResult.MISS
@@ -158,6 +169,8 @@ class KvxferManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         """Slots for what is not there yet; what there are none for is dropped and counted."""
+        if req_context.req_id in self._left_out:
+            return PrepareStoreOutput(keys_to_store=[], store_spec=LoadStoreSpec(), evicted_keys=[])
         try:
             chosen, ticket = self._coordinator.store(list(keys), req_context.req_id)
         except Exception as exc:  # nothing is stored
@@ -212,15 +225,18 @@ class KvxferManager(OffloadingManager):
     def reset_cache(self) -> None:
         """vLLM's prefix cache is reset, for new weights, or for sleep or pause, and it does not say for which.
 
-        With reset_on_drain all that is stored becomes a miss here, for other processes too.
+        With reset_on_drain all that is stored becomes a miss here, for other processes too. Requests that go on are
+        left out then: vLLM offers all their chunks once more, also those computed with the old weights.
         """
         if self._closed:
             return
         try:
-            self._coordinator.drain(self._setup.config.tier.drain_timeout_s)
+            timeout = self._setup.config.tier.drain_timeout_s
+            self._coordinator.drain(timeout)
             if self._setup.config.tier.reset_on_drain:
-                self._coordinator.reset()
-        except Exception as exc:  # everything stays as it was; said
+                self._left_out |= self._live
+                self._coordinator.reset(timeout)
+        except Exception as exc:  # of a store that is closed
             _report("reset", exc)
 
     def shutdown(self) -> None:

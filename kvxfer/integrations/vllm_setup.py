@@ -239,5 +239,29 @@ def _namespace(
             "hf_config": hashlib.sha256(text.encode()).hexdigest(),  # with --hf-overrides in it
             # Within a block's keys of a head the order of the elements is the kernel's own.
             "kernel": f"cpu {compat.cpu_kernel(spec.dtype, spec.block_size, spec.head_size)}",
-        },
+        }
+        | _unusual(described, vllm),
     )
+
+
+def _unusual(described: Mapping[str, Any], vllm: Any) -> dict[str, Any]:
+    """What else changes keys and values, of servers that are told to; empty for all others."""
+    model, media = vllm.model_config, getattr(vllm.model_config, "multimodal_config", None)
+    found = {
+        # Rows of "longrope" are long or short for all tokens, by the longest sequence that the server takes.
+        "max_model_len": getattr(model, "max_model_len", None) if _has_long_rope(described) else None,
+        "dummy_weights": str(getattr(getattr(vllm, "load_config", None), "load_format", "")) == "dummy" or None,
+        "quantized_online": getattr(model, "quantization_config", None),
+        "mm_processor_kwargs": getattr(media, "mm_processor_kwargs", None) or None,
+        "video_pruning_rate": getattr(media, "video_pruning_rate", None),
+    }
+    given = {name: value for name, value in found.items() if value is not None}
+    return {name: json.dumps(value, sort_keys=True, default=str) for name, value in given.items()}
+
+
+def _has_long_rope(described: Any) -> bool:
+    """Whether any part of a model's configuration asks for such factors, by either of their names."""
+    if isinstance(described, Mapping):
+        kinds = (described.get("rope_type"), described.get("type"))
+        return any(kind in ("longrope", "su") for kind in kinds) or any(map(_has_long_rope, described.values()))
+    return isinstance(described, list | tuple) and any(map(_has_long_rope, described))
