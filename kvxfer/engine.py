@@ -20,13 +20,13 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvxfer.config import EngineConfig, staging_buffer, staging_plan
+from kvxfer.config import EngineConfig
 from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages, slot_of
 from kvxfer.errors import EngineClosed, IOFault, LayoutError, StoreError
 from kvxfer.intake import Intake
 from kvxfer.io.modes import in_memory
-from kvxfer.jobs import LOAD, STORE, JobRunner, Status, check_process, transfers
+from kvxfer.jobs import LOAD, STORE, Status, check_process, runner_of
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
 from kvxfer.reader import LoadReader
@@ -78,12 +78,6 @@ class TransferEngine:
         slot = slot_of(namespace, pages)
         self.config = config or EngineConfig()
         self._store, self._root = store, str(store.config.root)
-        io_threads, self._staging_limit = staging_plan(self.config, slot)
-        if io_threads < self.config.io_threads:
-            engine_reporter.warn(
-                "staging",
-                f"{io_threads} of {self.config.io_threads} I/O threads: more buffers than staging_bytes holds",
-            )
         self._intake = Intake(self.config, lambda: self._runner.stats(), clock)
         held = set(itertools.chain.from_iterable(p.mapping.segments for p in pages))
         self._holds_all = len(held) == slot.num_segments
@@ -96,12 +90,7 @@ class TransferEngine:
         self._epoch = store.weight_epoch  # before the digest: one raised in between is seen by `_renew`
         self.digest = store.register(namespace, slot)
         self._pid = os.getpid()
-        self._runner = JobRunner(
-            threads=io_threads,
-            io_timeout_s=self.config.io_timeout_s,
-            max_lost_threads=self._staging_limit // staging_buffer(slot) - io_threads,
-            **transfers(self.config, in_memory(store.config.root)),
-        )
+        self._runner, self._staging_limit = runner_of(self.config, slot, memory=in_memory(store.config.root))
         self._native_ids = itertools.count(1)
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
         self._reader = LoadReader(store, self._runner, self._handles, self._native_ids, self._intake, self._publish)

@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import _native
-from kvxfer.config import CACHED_BYTES, EngineConfig
+from kvxfer.config import CACHED_BYTES, EngineConfig, staging_buffer, staging_plan
 from kvxfer.errors import ConfigError, ForkError, NativeError
+from kvxfer.report import engine_reporter
+from kvxfer.slot import SlotLayout
 
 STORE, LOAD = _native.STORE, _native.LOAD
 NS = 1_000_000_000
@@ -276,16 +278,32 @@ class JobRunner:
             self.shutdown(0)
 
 
-def transfers(config: EngineConfig, memory: bool) -> dict[str, Any]:
-    """How bytes travel, for JobRunner. docs/adr/0005 says what was measured.
+def runner_of(config: EngineConfig, slot: SlotLayout, *, memory: bool) -> tuple[JobRunner, int]:
+    """The runner that a configuration asks for, and the most bytes that its buffers take together.
 
-    Where transfers are copies of the processor, what is summed should still be in its cache.
+    Where files are memory, transfers are copies of the processor, and what is summed should still be in its cache.
+    docs/adr/0005 says what was measured.
+
+    Args:
+        slot: of the chunks that it will move.
+        memory: whether files are pages of memory.
+
+    Raises:
+        ConfigError: staging_bytes holds no buffer for such a slot.
     """
-    straight = {"auto": (STORE,) if memory else (), "straight": (STORE, LOAD), "staged": ()}[config.rows]
-    if not memory:
-        return {"straight": straight, "read_piece_bytes": config.read_piece_bytes}
-    pieces = min(config.read_piece_bytes, CACHED_BYTES)
-    return {"straight": straight, "read_piece_bytes": pieces, "write_piece_bytes": CACHED_BYTES}
+    threads, limit = staging_plan(config, slot)
+    if threads < config.io_threads:
+        what = f"{threads} of {config.io_threads} I/O threads: more buffers than staging_bytes holds"
+        engine_reporter.warn("staging", what)
+    runner = JobRunner(
+        threads=threads,
+        io_timeout_s=config.io_timeout_s,
+        max_lost_threads=limit // staging_buffer(slot) - threads,
+        straight={"auto": (STORE,) if memory else (), "straight": (STORE, LOAD), "staged": ()}[config.rows],
+        read_piece_bytes=min(config.read_piece_bytes, CACHED_BYTES) if memory else config.read_piece_bytes,
+        **({"write_piece_bytes": CACHED_BYTES} if memory else {}),
+    )
+    return runner, limit
 
 
 def check_process(pid: int, what: str) -> None:

@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvxfer.config import EngineConfig, staging_buffer, staging_plan
+from kvxfer.config import EngineConfig
 from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages
 from kvxfer.errors import EngineClosed, FormatError, IOFault, KvxferError, LayoutError
-from kvxfer.jobs import LOAD, STORE, JobOutcome, JobRunner, Status, check_process, nanoseconds
+from kvxfer.io.modes import in_memory
+from kvxfer.jobs import LOAD, STORE, JobOutcome, Status, check_process, nanoseconds, runner_of
 from kvxfer.report import engine_reporter
 from kvxfer.results import block_table, refuse_repeated
 from kvxfer.slabs import SlabFiles
@@ -87,13 +88,8 @@ class Rank:
         self.config = config or EngineConfig()
         self._make_pages, self._pages = pages, {ALIGNMENT: pages(ALIGNMENT)}
         self._number = number
-        threads, self._staging_limit = staging_plan(self.config, self._pages[ALIGNMENT].mapping.slot)
-        self._runner = JobRunner(
-            threads=threads,
-            io_timeout_s=self.config.io_timeout_s,
-            max_lost_threads=self._staging_limit // staging_buffer(self._pages[ALIGNMENT].mapping.slot) - threads,
-            read_piece_bytes=self.config.read_piece_bytes,
-        )
+        slot = self._pages[ALIGNMENT].mapping.slot
+        self._runner, self._staging_limit = runner_of(self.config, slot, memory=in_memory(root))
         self._pid = os.getpid()
         self._files = SlabFiles(root)
         self._lock = threading.Condition()

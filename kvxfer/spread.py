@@ -42,13 +42,13 @@ class _Job:
 
 
 class SpreadEngine:
-    """Engines of one namespace over the same pages, each with a root on a drive of its own. They stay the caller's.
+    """Engines of one namespace over the same pages, each with a root on a drive of its own.
 
     A store's chunk goes to the root that has it and answers loads, or else to one that takes stores, in turn by weight;
-    a load's to the one that has it. Calls, errors and results are a TransferEngine's.
+    a load's to the one that has it. What there is of TransferEngine's calls has its arguments, errors and results.
 
     Args:
-        engines: at least one; shut down by `shutdown`.
+        engines: at least one; `shutdown` ends them, their stores stay the caller's.
         weights: how much each is to get beside the others, such as its capacity in bytes.
 
     Raises:

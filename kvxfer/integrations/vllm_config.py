@@ -17,8 +17,8 @@ _NOT_BUILT = {
     "policy": ("s3fifo", "s3-fifo"),
     "durability": ("fsync", "sync", "full"),
 }
-STORE_KEYS = frozenset(field.name for field in fields(StoreConfig)) - {"root"}
-ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
+_STORE_KEYS = frozenset(field.name for field in fields(StoreConfig)) - {"root"}
+_ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +80,7 @@ class TierConfig:
         Raises:
             ConfigError: an unknown key, no `root_dir`, or a value that cannot work.
         """
-        own = frozenset(field.name for field in fields(cls)) - {"stores", "engine"}
-        known = own | STORE_KEYS | ENGINE_KEYS | {"root_dir"}
-        if unknown := sorted(str(key) for key in raw if key not in known):
-            raise ConfigError(f"unknown tier keys {unknown}; known keys are {sorted(known)}")
+        refuse_unknown("tier", raw, TIER_KEYS)
         if "root_dir" not in raw:
             raise ConfigError("tier key 'root_dir' is missing: the directory that the tier may fill")
         given = raw["root_dir"]
@@ -92,10 +89,20 @@ class TierConfig:
             raise ConfigError(f"tier key root_dir={given!r} must be the path of a directory, or a list of such paths")
         _refuse_overlapping(roots)
         return cls(
-            stores=tuple(StoreConfig.from_mapping({"root": root} | _those(raw, STORE_KEYS)) for root in roots),
-            engine=EngineConfig.from_mapping(_those(raw, ENGINE_KEYS)),
-            **_those(raw, own),
+            stores=tuple(StoreConfig.from_mapping({"root": root} | _those(raw, _STORE_KEYS)) for root in roots),
+            engine=EngineConfig.from_mapping(_those(raw, _ENGINE_KEYS)),
+            **_those(raw, _OWN_KEYS),
         )
+
+
+_OWN_KEYS = frozenset(field.name for field in fields(TierConfig)) - {"stores", "engine"}
+TIER_KEYS = _OWN_KEYS | _STORE_KEYS | _ENGINE_KEYS | {"root_dir"}
+
+
+def refuse_unknown(whose: str, raw: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raises ConfigError for keys that are not known, naming them and those that are."""
+    if unknown := sorted(str(key) for key in raw if key not in known):
+        raise ConfigError(f"unknown {whose} keys {unknown}; known keys are {sorted(known)}")
 
 
 def _refuse_overlapping(roots: list[str]) -> None:

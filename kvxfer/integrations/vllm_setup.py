@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from kvxfer.coordinator import AT_HAND
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import ITEMSIZES, KVGeometry, ShardSpec
 from kvxfer.integrations import vllm_compat as compat
-from kvxfer.integrations.vllm_config import ENGINE_KEYS, STORE_KEYS, TierConfig
+from kvxfer.integrations.vllm_config import TIER_KEYS, TierConfig, refuse_unknown
 from kvxfer.integrations.vllm_namespace import fingerprint_of
 from kvxfer.keys import Namespace, kvx1_namespace
 from kvxfer.layout import local_heads
@@ -49,10 +49,7 @@ class ConnectorConfig:
                 f"kv_connector_extra_config[{KEY!r}]={raw!r} must be an object with the keys of {CONNECTOR}, such as "
                 '{"root_dir": "/mnt/nvme/kvxfer"}'
             )
-        tier = (frozenset(each.name for each in fields(TierConfig)) - {"stores", "engine"}) | {"root_dir"}
-        known = tier | STORE_KEYS | ENGINE_KEYS | {"allow_load_failures"}
-        if unknown := sorted(str(key) for key in raw if key not in known):
-            raise ConfigError(f"unknown {KEY} keys {unknown}; known keys are {sorted(known)}")
+        refuse_unknown(KEY, raw, TIER_KEYS | {"allow_load_failures"})
         allow = raw.get("allow_load_failures", False)
         if type(allow) is not bool:
             raise ConfigError(f"{KEY} key allow_load_failures={allow!r} must be true or false")
