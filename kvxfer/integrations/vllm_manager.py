@@ -230,17 +230,17 @@ class KvxferManager(OffloadingManager):
     def reset_cache(self) -> None:
         """vLLM's prefix cache is reset, for new weights, or for sleep or pause, and it does not say for which.
 
-        With reset_on_drain all that is stored becomes a miss here, for other processes too. Requests that go on are left
-        out then: vLLM offers all their chunks once more, also those computed with the old weights.
+        With reset_on_drain all that is stored becomes a miss here, for other processes too. Requests that go on are
+        left out then: vLLM offers all their chunks once more, also those computed with the old weights.
         """
         if self._closed:
             return
         try:
             timeout = self._setup.config.tier.drain_timeout_s
-            self._coordinator.drain(timeout)
-            if self._setup.config.tier.reset_on_drain:
+            if self._setup.config.tier.reset_on_drain:  # first: whatever else fails
                 self._left_out |= self._live
                 self._coordinator.reset(timeout)
+            self._coordinator.drain(timeout)
         except Exception as exc:  # of a store that is closed
             _report("reset", exc)
 
