@@ -194,13 +194,18 @@ class KvxferManager(OffloadingManager):
         try:
             report.settled.pop(NOT_BEGUN, None)
             return self._coordinator.settle(report)
-        except Exception as exc:  # some slots stay taken
+        except Exception as exc:  # some slots stay taken, and what failed for whom is not known: nobody asks again
             _report("report", exc)
+            self._broken |= self._live
             return ()
 
     def has_pending_work(self) -> bool:
         """Whether there are jobs that not all ranks have settled, or chunks that are being published."""
-        return not self._closed and self._coordinator.is_busy
+        try:
+            return not self._closed and self._coordinator.is_busy
+        except Exception as exc:  # what was to be counted is not
+            _report("pending", exc)
+            return False
 
     # ---- events, reset, shutdown -----------------------------------------------------------------------------------
 
@@ -232,10 +237,10 @@ class KvxferManager(OffloadingManager):
             return
         try:
             timeout = self._setup.config.tier.drain_timeout_s
-            self._coordinator.drain(timeout)
-            if self._setup.config.tier.reset_on_drain:
+            if self._setup.config.tier.reset_on_drain:  # first: whatever else fails
                 self._left_out |= self._live
                 self._coordinator.reset(timeout)
+            self._coordinator.drain(timeout)
         except Exception as exc:  # of a store that is closed
             _report("reset", exc)
 

@@ -121,3 +121,23 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(tmp_root: Path,
         assert server.hits([0, 1, 8], later) == ([8] if reset else [0, 1, 8])
         server.manager.on_request_finished(running)
         assert server.store([0], server.request("running")) == (keys_of([0]) if reset else [])
+
+
+def test_requests_miss_after_a_report_that_could_not_be_taken_in(tmp_root: Path) -> None:
+    """What failed of their loads is not known then: a hit on it would be loaded again, for ever."""
+    with Server(tmp_root, 1, whole=whole_cache()) as server:
+        request = server.request("a")
+        server.store(range(3), request)
+        coordinator = server.manager._coordinator
+        settle, collect = coordinator.settle, coordinator._collect
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("a defect")
+
+        coordinator.settle = broken
+        server.step()
+        coordinator.settle = settle
+        assert server.hits(range(3), request) == [] and server.hits(range(3), server.request("b")) == [0, 1, 2]
+        coordinator._collect = broken
+        assert server.manager.has_pending_work() is False
+        coordinator._collect = collect
