@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -266,3 +269,96 @@ def test_a_reset_reaches_every_root_and_every_event(tmp_root: Path) -> None:
             time.sleep(0.02)
         else:
             raise AssertionError("nothing is stored after a reset")
+
+
+def test_events_say_what_is_there_though_one_drive_forgets(tmp_root: Path) -> None:
+    """Another process raises the weight epoch of one of the roots."""
+    there: set[bytes] = set()
+    small = {"capacity_bytes": 8 << 20, "slab_bytes": 1 << 20, "index_map_bytes": 1 << 20, "chunks": 400}
+    with rig_over(tmp_root, enable_kv_events=True, vllm={"events": True}, **small) as rig:
+        rig.fill()
+        first, second = rig.tier._roots._engines
+
+        def take() -> None:
+            for event in rig.tier.take_events():
+                if event.removed:
+                    assert set(event.keys) <= there
+                    there.difference_update(event.keys)
+                else:
+                    assert not set(event.keys) & there
+                    there.update(event.keys)
+
+        for start in [*range(0, 384, 48), 0, 48]:  # more than fits, and some again
+            assert rig.store(range(start, start + 48)).success
+            take()
+            assert there == {key for key in keys_of(range(400)) if rig.tier._engine.contains(key)}
+        kept = {key for key in keys_of(range(400)) if first.contains(key)}
+        assert kept and there - kept
+        before = second.digest
+        bump = [sys.executable, "-m", "kvxfer.cli", "epoch", "bump", "--yes", drives(tmp_root)[1]]
+        subprocess.run(bump, check=True, capture_output=True)
+        end = time.monotonic() + 60
+        while second.digest == before or there != kept:
+            assert time.monotonic() < end
+            rig.step()
+            take()
+            time.sleep(0.01)
+
+
+def test_a_forks_child_gets_misses_and_failed_jobs_and_its_parent_goes_on(tmp_root: Path) -> None:
+    with rig_over(tmp_root, enable_kv_events=True, vllm={"events": True}) as rig:
+        rig.fill()
+        a = rig.request("a")
+        assert rig.store(range(4), a).success
+        if not (child := os.fork()):
+            wrong = 1
+            try:
+                signal.alarm(60)
+                jobs = {rig.submit([0], a, load=True), rig.submit([9], a, load=False)}
+                rig.tier.touch(keys_of([0]), a)
+                rig.poll()
+                rig.step()
+                list(rig.tier.take_events())
+                rig.tier.get_stats()
+                missed = rig.lookups([0], a) == [MISS]
+                rig.tier.drain_jobs()
+                rig.tier.shutdown()
+                failed = not any(rig.results[job].success for job in jobs)
+                wrong = not (missed and failed)
+            finally:
+                os._exit(wrong)
+        assert os.waitpid(child, 0)[1] == 0
+        assert rig.lookups(range(4), a) == [HIT] * 4
+        assert rig.store(range(8), a).success
+
+
+class Broken:
+    """An engine with a defect wherever it is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_no_defect_reaches_vllm(tmp_root: Path) -> None:
+    keys = {"recompute_tokens_per_s": "measured", "reset_on_drain": True, "enable_kv_events": True}
+    with rig_over(tmp_root, vllm={"events": True}, **keys) as rig:
+        rig.fill()
+        a, tier, engine = rig.request("a"), rig.tier, rig.tier._engine
+        assert rig.store(range(4), a).success
+        tier._engine = Broken()
+        try:
+            assert rig.lookups([0, 1], a) == [MISS, MISS]
+            tier.touch(keys_of([0]), a)
+            jobs = {rig.submit([0], a, load=True), rig.submit([1], a, load=False)}
+            rig.poll()
+            rig.step()
+            list(tier.take_events())
+            assert tier.get_stats() is None
+            tier.drain_jobs()
+            rig.poll()
+            assert not any(rig.results[job].success for job in jobs)
+            tier.on_request_finished(a)
+            tier.shutdown()
+            assert not tier.has_pending_work()
+        finally:
+            engine.shutdown()
