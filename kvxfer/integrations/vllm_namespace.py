@@ -9,6 +9,8 @@ says that all layers have them, do not depend on the topology.
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ from kvxfer.keys import Namespace, weights_fingerprint
 PORTABLE_FORMS = ("v1-nhd", "v1-hnd")
 
 
-def fingerprint_of(model: str, given: str | None) -> str:
+def fingerprint_of(model: str, given: str | None, max_model_len: int | None = None) -> str:
     """Which weights.
 
     vLLM's offloading configuration has the model's name and no revision; so for anything but a local directory the
-    operator must say it. Of a directory, config.json counts too: it changes what keys and values are.
+    operator must say it. Of a directory, config.json counts too: it changes what keys and values are; and with the rope
+    factors called "longrope" so does the longest sequence that the server takes.
 
     Raises:
         ConfigError: it is not given and cannot be computed.
@@ -38,10 +41,13 @@ def fingerprint_of(model: str, given: str | None) -> str:
         )
     digest = hashlib.sha256(weights_fingerprint(place).encode())
     try:
-        digest.update((place / "config.json").read_bytes())
+        described = (place / "config.json").read_bytes()
+        digest.update(described)
+        if has_long_rope(json.loads(described)):
+            digest.update(f"max_model_len={max_model_len}".encode())
     except FileNotFoundError:
         digest.update(b"no config.json")
-    except OSError as exc:
+    except (OSError, ValueError) as exc:
         raise ConfigError(f"cannot read the model's configuration: {exc}") from exc
     return digest.hexdigest()
 
@@ -154,3 +160,11 @@ def namespace_of(
         topology=None if portable else " ".join(f"{name}{size}" for name, size in sizes.items()),
         extra=extra,
     )
+
+
+def has_long_rope(described: Any) -> bool:
+    """Whether any part of a model's configuration asks for such factors, by either of their names."""
+    if isinstance(described, Mapping):
+        kinds = (described.get("rope_type"), described.get("type"))
+        return any(kind in ("longrope", "su") for kind in kinds) or any(map(has_long_rope, described.values()))
+    return isinstance(described, list | tuple) and any(map(has_long_rope, described))

@@ -16,7 +16,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.geometry import ITEMSIZES, KVGeometry, ShardSpec
 from kvxfer.integrations import vllm_compat as compat
 from kvxfer.integrations.vllm_config import TIER_KEYS, TierConfig, refuse_unknown
-from kvxfer.integrations.vllm_namespace import fingerprint_of
+from kvxfer.integrations.vllm_namespace import fingerprint_of, has_long_rope
 from kvxfer.keys import Namespace, kvx1_namespace
 from kvxfer.layout import local_heads
 
@@ -246,7 +246,7 @@ def _unusual(described: Mapping[str, Any], vllm: Any) -> dict[str, Any]:
     model, media = vllm.model_config, getattr(vllm.model_config, "multimodal_config", None)
     found = {
         # Rows of "longrope" are long or short for all tokens, by the longest sequence that the server takes.
-        "max_model_len": getattr(model, "max_model_len", None) if _has_long_rope(described) else None,
+        "max_model_len": getattr(model, "max_model_len", None) if has_long_rope(described) else None,
         "dummy_weights": str(getattr(getattr(vllm, "load_config", None), "load_format", "")) == "dummy" or None,
         "quantized_online": getattr(model, "quantization_config", None),
         "mm_processor_kwargs": getattr(media, "mm_processor_kwargs", None) or None,
@@ -254,11 +254,3 @@ def _unusual(described: Mapping[str, Any], vllm: Any) -> dict[str, Any]:
     }
     given = {name: value for name, value in found.items() if value is not None}
     return {name: json.dumps(value, sort_keys=True, default=str) for name, value in given.items()}
-
-
-def _has_long_rope(described: Any) -> bool:
-    """Whether any part of a model's configuration asks for such factors, by either of their names."""
-    if isinstance(described, Mapping):
-        kinds = (described.get("rope_type"), described.get("type"))
-        return any(kind in ("longrope", "su") for kind in kinds) or any(map(_has_long_rope, described.values()))
-    return isinstance(described, list | tuple) and any(map(_has_long_rope, described))

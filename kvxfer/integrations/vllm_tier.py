@@ -25,6 +25,7 @@ from kvxfer.integrations.vllm_events import EventLog
 from kvxfer.integrations.vllm_journal import Journal
 from kvxfer.integrations.vllm_metrics import Told, definitions
 from kvxfer.integrations.vllm_namespace import check_stages, fingerprint_of, namespace_of
+from kvxfer.integrations.vllm_reset import Reset
 from kvxfer.integrations.vllm_roots import Roots
 from kvxfer.report import engine_reporter
 
@@ -110,7 +111,9 @@ class KvxferTier(SecondaryTierManager):
         namespace = namespace_of(
             vllm_config,
             row_bytes=row_bytes,
-            weights=fingerprint_of(vllm_config.model.name, self.config.weights_fingerprint),
+            weights=fingerprint_of(
+                vllm_config.model.name, self.config.weights_fingerprint, vllm_config.model.max_model_len
+            ),
             canonical_format=compat.canonical_format(vllm_config),
             page_layout=compat.page_layout(vllm_config),
             device=compat.device_type(),
@@ -133,6 +136,8 @@ class KvxferTier(SecondaryTierManager):
         self._jobs: dict[int, _Job] = {}
         self._ready: list[Any] = []  # results that vLLM has not taken
         self._failed: dict[str, set[bytes]] = {}  # by request: keys that did not arrive; every request that is there
+        self._reset = Reset(self._engine.reset)
+        self._old: set[str] = set()  # requests that were there at a reset for new weights
         self._events: EventLog | None = None
         if self.config.enable_kv_events:
             if spec.kv_events_config.enable_kv_cache_events:
@@ -156,6 +161,7 @@ class KvxferTier(SecondaryTierManager):
     def on_request_finished(self, req_context: Any) -> None:
         """What failed for it is forgotten."""
         self._deadlines.left(req_context.req_id)
+        self._old.discard(req_context.req_id)
         failed = self._failed.pop(req_context.req_id, None)
         if failed:
             self._journal.forget(failed.difference(*self._failed.values()))
@@ -166,6 +172,8 @@ class KvxferTier(SecondaryTierManager):
         (A hit on it would be promoted again with every step.)
         """
         try:
+            if self._is_left_out(req_context.req_id):
+                return LookupResult.MISS
             failed = self._failed.get(req_context.req_id)
             if failed and key in failed:
                 self._take_stored()
@@ -175,6 +183,13 @@ class KvxferTier(SecondaryTierManager):
         except Exception as exc:  # a lookup that raises kills the engine: a miss
             _report("lookup", exc)
             return LookupResult.MISS
+
+    def _is_left_out(self, request: str) -> bool:
+        """Whether what a request computed, or what is stored, may be of weights that are no more.
+
+        vLLM offers all chunks of requests that go on over a reset once more, those computed before it too.
+        """
+        return self._reset.outdated or request in self._old
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Counts as a use."""
@@ -196,6 +211,9 @@ class KvxferTier(SecondaryTierManager):
     def _submit(self, metadata: Any, *, is_load: bool) -> None:
         job = _Job(tuple(metadata.keys), is_load, metadata.req_context.req_id)
         self._jobs[metadata.job_id] = job
+        if self._is_left_out(job.request):
+            self._finish(metadata.job_id, job, None)
+            return
         try:
             rows = compat.job_rows(metadata)
             if self._deadlines.measuring:
@@ -333,10 +351,9 @@ class KvxferTier(SecondaryTierManager):
         for job_id, job in list(self._jobs.items()):  # cancelled, so the engine does not touch their rows any more
             self._finish(job_id, job, None)
         if self.config.reset_on_drain:
-            try:
-                self._engine.reset()
-            except Exception as exc:  # everything stays as it was; said
-                _report("reset", exc)
+            self._old = set(self._failed)
+            if not self._reset.ask(self.config.drain_timeout_s):
+                engine_reporter.warn("reset", "a reset is not written down yet: until it is, all is a miss here")
 
     def _wait_for_rows(self) -> None:
         """Wait until no cancelled job can write a row any more: for loads, until they have their results.
@@ -359,6 +376,7 @@ class KvxferTier(SecondaryTierManager):
         if self._closed:
             return
         self._closed = True
+        self._reset.close()
         try:
             if self._engine.shutdown() and self.config.engine.rows == "straight":
                 _KEPT.append(memoryview(self._view))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError, IOFault, KvxferError
+from kvxfer.integrations.vllm_namespace import fingerprint_of
 from kvxfer.observe import SERIES
 from kvxfer.testing import FaultyIO
 from tests.integrations import harness
@@ -98,6 +99,14 @@ def test_a_local_model_names_its_weights_itself(tmp_path: Path) -> None:
     (model / "config.json").write_text('{"rope_theta": 2}')
     with Rig(tmp_path / "root", weights_fingerprint=None, vllm=vllm) as rig:
         assert rig.lookups([0], rig.request("a")) == [MISS]
+
+
+@pytest.mark.parametrize(("rope", "other"), [("longrope", True), ("su", True), ("linear", False)])
+def test_a_rope_that_hangs_on_the_longest_sequence(tmp_path: Path, rope: str, other: bool) -> None:
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "config.json").write_text(f'{{"rope_scaling": {{"type": "{rope}"}}}}')
+    names = {fingerprint_of(str(tmp_path), None, longest) for longest in (4096, 131072)}
+    assert len(names) == 1 + other
 
 
 @pytest.mark.skipif(
