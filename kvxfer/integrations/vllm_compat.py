@@ -96,6 +96,7 @@ __all__ = [
     "is_cpu_platform",
     "job_result",
     "job_rows",
+    "max_model_len",
     "num_rows",
     "open_region",
     "page_layout",
@@ -192,6 +193,11 @@ def page_layout(config: Any) -> str | None:
 def pipeline_partition() -> str | None:
     """How many layers each pipeline stage has, such as "3,1", where the operator has said it."""
     return None if envs.VLLM_PP_LAYER_PARTITION is None else str(envs.VLLM_PP_LAYER_PARTITION)
+
+
+def max_model_len(config: Any) -> int | None:
+    """The longest sequence that the server takes, of an OffloadingConfig; None where vLLM does not tell a tier."""
+    return getattr(config.model, "max_model_len", 0) or None
 
 
 def device_type() -> str:

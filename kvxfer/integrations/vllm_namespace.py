@@ -44,6 +44,11 @@ def fingerprint_of(model: str, given: str | None, max_model_len: int | None = No
         described = (place / "config.json").read_bytes()
         digest.update(described)
         if has_long_rope(json.loads(described)):
+            if max_model_len is None:
+                raise ConfigError(
+                    f"weights_fingerprint is missing, and with this model's rope factors ({model!r}) keys hang on the "
+                    "longest sequence, which this vLLM does not tell: give it, such as the revision and --max-model-len"
+                )
             digest.update(f"max_model_len={max_model_len}".encode())
     except FileNotFoundError:
         digest.update(b"no config.json")

@@ -225,7 +225,9 @@ def _namespace(
     return kvx1_namespace(
         geometry,
         model=model.model,
-        weights_fingerprint=fingerprint_of(model.model, config.tier.weights_fingerprint),
+        weights_fingerprint=fingerprint_of(
+            model.model, config.tier.weights_fingerprint, 0
+        ),  # the length is named apart
         blocks_per_chunk=offloading.cache.blocks_per_chunk,
         extra={
             "server": "vllm",

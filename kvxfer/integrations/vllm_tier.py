@@ -112,7 +112,7 @@ class KvxferTier(SecondaryTierManager):
             vllm_config,
             row_bytes=row_bytes,
             weights=fingerprint_of(
-                vllm_config.model.name, self.config.weights_fingerprint, vllm_config.model.max_model_len
+                vllm_config.model.name, self.config.weights_fingerprint, compat.max_model_len(vllm_config)
             ),
             canonical_format=compat.canonical_format(vllm_config),
             page_layout=compat.page_layout(vllm_config),

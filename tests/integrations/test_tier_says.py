@@ -107,6 +107,9 @@ def test_a_rope_that_hangs_on_the_longest_sequence(tmp_path: Path, rope: str, ot
     (tmp_path / "config.json").write_text(f'{{"rope_scaling": {{"type": "{rope}"}}}}')
     names = {fingerprint_of(str(tmp_path), None, longest) for longest in (4096, 131072)}
     assert len(names) == 1 + other
+    if other:
+        with pytest.raises(ConfigError, match="weights_fingerprint is missing, and with this model's rope factors"):
+            fingerprint_of(str(tmp_path), None)
 
 
 @pytest.mark.skipif(
