@@ -130,9 +130,9 @@ class Coordinator:
 
     def load(self, keys: Sequence[bytes], owner: str = "", *, seconds: float | None = None) -> Ticket:
         """A ticket for loading these chunks. Those that cannot be read have no place: every rank fails them."""
+        outdated = self._supply.outdated  # before the digest, which is the new one once this says no
         digest = self.digest
         job = PendingJob(self._next(), LOAD, tuple(map(check_key, keys)), self._blocks(len(keys)))
-        outdated = self._supply.outdated
         entries: list[Entry | None] = [None] * len(keys) if outdated else self._store.pin(digest, keys)
         permit = self._intake.admit(LOAD, sum(entry is not None for entry in entries))
         room = self.config.max_queued_load_chunks - self._queued[LOAD]
@@ -159,6 +159,7 @@ class Coordinator:
         The rest are dropped and counted. No ticket where nothing is to be written.
         """
         self._collect()
+        usable = not self._closed and not self._supply.outdated  # before the digest: see `load`
         digest = self.digest
         absent: dict[bytes, int] = {}
         for position, key in enumerate(keys):
@@ -168,7 +169,6 @@ class Coordinator:
         wanted, dropped = self._admitted(list(absent.values()))
         permit = self._intake.admit(STORE, len(wanted))
         wanted, held_back = wanted[: permit.chunks], wanted[permit.chunks :]
-        usable = not self._closed and not self._supply.outdated
         slots = self._supply.take(len(wanted)) if wanted and usable else []
         wanted, lacking = wanted[: len(slots)], wanted[len(slots) :]
         for positions, why in ((dropped, self._refusal), (held_back, Status.BREAKER), (lacking, Status.NO_SPACE)):
