@@ -95,7 +95,10 @@ class PageLayout:
 
     @classmethod
     def packed(cls, geometry: KVGeometry, local_heads: int, *, padding: int = 0, offset: int = 0) -> PageLayout:
-        """Pages of [head][token][K dims, V dims]: what vLLM's attention on CPUs keeps."""
+        """Pages of [head][token][K dims, V dims]: the shape of vLLM's pages on CPUs.
+
+        (Its kernels there put all keys of a head before its values, so of these pages only whole heads may be moved.)
+        """
         return cls._dense("packed", ("head", "token", "kv"), geometry, local_heads, padding, offset)
 
     @classmethod
