@@ -409,7 +409,7 @@ def test_drain_forgets_only_where_asked(tmp_root: Path) -> None:
             rig.tier.drain_jobs()
             time.sleep(0.3)
             assert rig.lookups([0], rig.request("a")) == [answer]
-            assert rig.store([1]).success
+            assert rig.store([1], rig.request("after")).success
             assert rig.lookups([1], rig.request("b")) == [HIT]
 
 
