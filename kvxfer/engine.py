@@ -205,6 +205,11 @@ class TransferEngine:
         if self._accept(job_id, keys, block_ids, LOAD, closes_ns) and begin:
             self._runner.wake(LOAD)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether `begin` and `poll` would find nothing to do. For servers that ask all the time."""
+        return not (self._results or self._arrivals or self._queue)
+
     def poll(self) -> list[TransferResult]:
         """Results published since the last call, each once. Never blocks."""
         check_process(self._pid, "engine")

@@ -180,6 +180,11 @@ class SpreadEngine:
                 errors = tuple(ChunkError(chunk, Status.CANCELLED) for chunk in range(len(index)))
                 self._take(number, TransferResult(job_id, CompletionBitmap.empty(len(index)), 0, 0.0, errors))
 
+    @property
+    def is_quiet(self) -> bool:
+        """As TransferEngine.is_quiet."""
+        return not self._ready and all(engine.is_quiet for engine in self._engines)
+
     def poll(self) -> list[TransferResult]:
         """Results of jobs all of whose parts have ended, each once. Never blocks."""
         for number, engine in enumerate(self._engines):
