@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,15 @@ from tests.oracle import Model
 from tests.store import rig
 
 Capsys = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def nothing_under_way() -> Iterator[None]:
+    """Waits for threads that a test left in calls that hung: these are not the next test's."""
+    before = set(threading.enumerate())
+    yield
+    for left_behind in set(threading.enumerate()) - before:
+        left_behind.join(30)
 
 
 def test_a_directory_that_works(tmp_path: Path, capsys: Capsys) -> None:
@@ -127,13 +137,10 @@ def test_a_disk_that_fails_is_a_problem_and_one_that_hangs_too(
 
 
 def test_a_mount_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(threading.enumerate())
     with FaultyIO() as io:
         io.hang("open")
         found = doctor_job.check_directory(tmp_path, timeout_s=0.2)
     assert found.problem == "no answer within 0.2 s"
-    for left_behind in set(threading.enumerate()) - before:
-        left_behind.join(30)  # its calls, now that they return, are not the next test's
 
 
 def test_a_network_file_system_is_not_tried(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
