@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from kvxfer.bitmap import CompletionBitmap
     from kvxfer.config import EngineConfig, StoreConfig, staging_plan
+    from kvxfer.convert.native_rows import gather_rows, scatter_rows
     from kvxfer.convert.pages import KVPages
-    from kvxfer.convert.rows import gather_rows, scatter_rows
     from kvxfer.engine import TransferEngine, TransferResult
     from kvxfer.errors import (
         ConfigError,
@@ -56,7 +56,7 @@ _HOMES = {
         "ConfigError", "EngineClosed", "ForkError", "FormatError", "IOFault", "KvxferError", "LayoutError",
         "NativeError", "StoreError",
     ),
-    "kvxfer.convert.rows": ("gather_rows", "scatter_rows"),
+    "kvxfer.convert.native_rows": ("gather_rows", "scatter_rows"),
     "kvxfer.geometry": ("MODELS", "PRESETS", "KVGeometry", "Kind", "ShardSpec"),
     "kvxfer.hf_config": ("geometries_from_hf_config",),
     "kvxfer.jobs": ("ChunkError", "Status"),

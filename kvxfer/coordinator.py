@@ -284,7 +284,7 @@ class Coordinator:
             try:
                 self._stored([key for (key, _, _), there in zip(items, answers, strict=True) if there])
             except Exception as exc:  # whoever listens must not end the thread that publishes
-                engine_reporter.warn("stored", f"a listener failed: {exc}", exc_info=exc)
+                engine_reporter.failed("stored", "a listener failed", exc)
 
         self._committing += 1
         if items:

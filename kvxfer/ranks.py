@@ -357,7 +357,7 @@ class Rank:
                 job.ticket.digest,
                 deadline_ns=0 if closes is None else max(1, nanoseconds(closes)),
             )
-        except Exception:
+        except Exception:  # whatever it is, the ticket was accepted: it ends, and whoever called says why
             del self._flights[native]
             job.native = None
             job.fail(job.index, Failure(Status.STALLED))

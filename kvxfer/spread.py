@@ -171,12 +171,12 @@ class SpreadEngine:
         for number, index in parts.items():
             try:
                 submit(self._engines[number], job_id, [keys[i] for i in index], ids[index])
-            except Exception as exc:
+            except Exception as exc:  # other parts are under way by then: this one ends as a failed one, and says why
                 if number == numbers[0]:
                     with self._lock:
                         self._end(job_id)
                     raise
-                engine_reporter.warn("spread", f"a part of job {job_id} was refused: {exc}", job=job_id)
+                engine_reporter.failed("spread", f"a part of job {job_id} was refused", exc, job=job_id)
                 errors = tuple(ChunkError(chunk, Status.CANCELLED) for chunk in range(len(index)))
                 self._take(number, TransferResult(job_id, CompletionBitmap.empty(len(index)), 0, 0.0, errors))
 

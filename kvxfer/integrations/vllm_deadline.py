@@ -18,6 +18,14 @@ from kvxfer.pace import Pace
 MEASURED = "measured"
 
 
+def patience(deadline_s: float | None, tokens_per_s: float | None, tokens: int) -> float | None:
+    """Seconds that a load of so many tokens may take: the sooner of both limits, None without any."""
+    limits = [] if deadline_s is None else [deadline_s]
+    if tokens_per_s:
+        limits.append(tokens / tokens_per_s)
+    return min(limits) if limits else None
+
+
 @dataclass(slots=True)
 class _Request:
     came: float
@@ -60,10 +68,10 @@ class Deadlines:
 
     def of(self, keys: Collection[bytes]) -> float | None:
         """When a load of these keys must end."""
-        seconds = [] if self._deadline_s is None else [self._deadline_s]
-        if rate := self.tokens_per_s:
-            seconds.append(self._worth(keys) / rate)
-        return self._clock() + min(seconds) if seconds else None
+        if self._deadline_s is None and not self.tokens_per_s:
+            return None
+        seconds = patience(self._deadline_s, self.tokens_per_s, self._worth(keys))
+        return None if seconds is None else self._clock() + seconds
 
     def _worth(self, keys: Collection[bytes]) -> int:
         """Tokens. Groups are of the same tokens: the longest counts."""

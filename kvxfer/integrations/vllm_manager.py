@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.coordinator import Coordinator
-from kvxfer.errors import KvxferError
 from kvxfer.integrations import vllm_compat as compat
 from kvxfer.integrations.vllm_compat import (
     LoadStoreSpec,
@@ -23,6 +22,7 @@ from kvxfer.integrations.vllm_compat import (
     PrepareStoreOutput,
     RequestOffloadingContext,
 )
+from kvxfer.integrations.vllm_deadline import patience
 from kvxfer.integrations.vllm_events import EventLog
 from kvxfer.integrations.vllm_journal import Journal, policies
 from kvxfer.integrations.vllm_metrics import Told
@@ -159,13 +159,10 @@ class KvxferManager(OffloadingManager):
 
     def _seconds(self, chunks: int) -> float | None:
         """How long a load of so many chunks may take: no longer than recomputing them would."""
-        config = self._setup.config
-        seconds = [] if config.tier.deadline_s is None else [config.tier.deadline_s]
-        given = config.tier.recompute_tokens_per_s
+        tier = self._setup.config.tier
+        given = tier.recompute_tokens_per_s
         rate = self.pace.tokens_per_s if isinstance(given, str) else given
-        if rate:
-            seconds.append(chunks * self._setup.tokens_per_chunk / float(rate))
-        return min(seconds) if seconds else None
+        return patience(tier.deadline_s, rate, chunks * self._setup.tokens_per_chunk)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         """Slots for what is not there yet; what there are none for is dropped and counted."""
@@ -270,7 +267,5 @@ class KvxferManager(OffloadingManager):
 
 
 def _report(what: str, exc: Exception) -> None:
-    """Errors of our own are said; others are defects, and leave their trace. None reaches vLLM."""
-    engine_reporter.warn(
-        f"connector {what}", f"connector: {what} failed: {exc}", exc_info=None if isinstance(exc, KvxferError) else exc
-    )
+    """None of them reaches vLLM."""
+    engine_reporter.failed(f"connector {what}", f"connector: {what} failed", exc)

@@ -435,7 +435,5 @@ def _row_bytes(view: memoryview) -> int:
 
 
 def _report(what: str, exc: Exception) -> None:
-    """Errors of our own are said; others are defects, and leave their trace. None reaches vLLM."""
-    engine_reporter.warn(
-        f"tier {what}", f"tier: {what} failed: {exc}", exc_info=None if isinstance(exc, KvxferError) else exc
-    )
+    """None of them reaches vLLM."""
+    engine_reporter.failed(f"tier {what}", f"tier: {what} failed", exc)
