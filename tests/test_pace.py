@@ -35,6 +35,10 @@ def test_decoding_says_nothing_of_prefills() -> None:
     assert paced(*[(8, 0.02)] * 20, *prefills).tokens_per_s == pytest.approx(20480)
 
 
+def test_what_came_before_the_first_prefills_is_forgotten() -> None:
+    assert paced(*[(400, 0.0004)] * SAMPLES, *[(2048, 0.1)] * ENOUGH).tokens_per_s == pytest.approx(20480)
+
+
 def test_it_is_on_the_fast_side_but_no_outlier() -> None:
     steps = [(1000, 0.1)] * 10 + [(1000, 0.2)] * 10 + [(1000, 0.0001)]
     assert paced(*steps).tokens_per_s == pytest.approx(10_000)

@@ -204,6 +204,30 @@ def test_metrics_add_up_and_a_reset_reaches_every_root(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
+def test_a_result_took_as_long_as_its_slowest_part(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives, FaultyIO() as io:
+        drives.put(range(2))
+        assert {drives.home(0), drives.home(1)} == {0, 1}
+        io.delay("pread", 0.5, times=1)
+        loaded = drives.get(range(2))
+        assert loaded.bitmap.all() and loaded.seconds >= 0.5
+
+
+def test_it_is_quiet_when_nothing_can_be_taken(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        assert drives.writer.is_quiet
+        drives.writer.submit_store(1, keys_of(range(2)), [0, 1], begin=False)
+        assert not drives.writer.is_quiet
+        drives.writer.begin()
+        assert drives.writer.drain(20)
+        assert not drives.writer.is_quiet
+        result = drives.result(drives.writer, 1)
+        assert drives.writer.is_quiet
+        drives.writer._ready.append(result)  # as where another thread has taken a job's last part
+        assert not drives.writer.is_quiet
+        assert drives.writer.poll() == [result]
+
+
 def test_a_touch_counts_on_the_drive_that_has_the_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[bytes] = []
     with Drives(tmp_path) as drives:
