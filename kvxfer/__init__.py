@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kvxfer.engine import TransferEngine, TransferResult
     from kvxfer.errors import (
         ConfigError,
+        DeviceError,
+        DeviceMemoryError,
         EngineClosed,
         ForkError,
         FormatError,
@@ -53,8 +55,8 @@ _HOMES = {
     "kvxfer.convert.pages": ("KVPages",),
     "kvxfer.engine": ("TransferEngine", "TransferResult"),
     "kvxfer.errors": (
-        "ConfigError", "EngineClosed", "ForkError", "FormatError", "IOFault", "KvxferError", "LayoutError",
-        "NativeError", "StoreError",
+        "ConfigError", "DeviceError", "DeviceMemoryError", "EngineClosed", "ForkError", "FormatError", "IOFault",
+        "KvxferError", "LayoutError", "NativeError", "StoreError",
     ),
     "kvxfer.convert.native_rows": ("gather_rows", "scatter_rows"),
     "kvxfer.geometry": ("MODELS", "PRESETS", "KVGeometry", "Kind", "ShardSpec"),
@@ -80,6 +82,8 @@ __all__ = [
     "ChunkError",
     "CompletionBitmap",
     "ConfigError",
+    "DeviceError",
+    "DeviceMemoryError",
     "EngineClosed",
     "EngineConfig",
     "ForkError",

@@ -8,7 +8,9 @@ KvxferError
 ├── StoreError                 the store cannot do what was asked (closed, in use by another process, ...)
 ├── EngineClosed               submit after shutdown
 ├── ForkError                  used in a child of the process that opened it
-└── NativeError                libkvx is missing or of another version
+├── NativeError                libkvx is missing or of another version
+└── DeviceError                an accelerator was lost, or refused a call
+    └── DeviceMemoryError (MemoryError)   it has not as much memory left
 """
 
 
@@ -46,3 +48,11 @@ class ForkError(KvxferError):
 
 class NativeError(KvxferError):
     """The native library is missing, or was built for another version."""
+
+
+class DeviceError(KvxferError):
+    """An accelerator was lost, or refused a call."""
+
+
+class DeviceMemoryError(DeviceError, MemoryError):
+    """An accelerator has not as much memory left."""
