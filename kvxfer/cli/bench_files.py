@@ -42,15 +42,14 @@ def _memory_available() -> int:
 
 
 @contextmanager
-def made(directory: Path, count: int, nbytes: int, *, margin: bool = True) -> Iterator[list[Path]]:
+def made(directory: Path, count: int, nbytes: int) -> Iterator[list[Path]]:
     """`count` preallocated files of `nbytes`, the owner's alone.
 
     Raises:
         ConfigError: there is not as much room.
         IOFault: one cannot be made; none is left.
     """
-    if margin:
-        check_room(directory, count * nbytes)
+    check_room(directory, count * nbytes)
     token = secrets.token_hex(8)
     paths: list[Path] = []
     try:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.device.base import Buffer, Device, Event, Stream
+from kvxfer.cli.bench_content import PAGE
 from kvxfer.staging import AlignedBuffer
 
 STEP_BYTES = 16 << 20  # that the host holds of a device's memory at a time
 _POISON = 0xA5
-_PAUSE_S = 20e-6
-_STREAMS = 16
 
 U8 = NDArray[np.uint8]
 
@@ -88,84 +85,91 @@ class HostMemory(Memory):
         """Its views may live on."""
 
 
+class Allocator(Protocol):
+    """A device's memory. Every call waits for it; calls come from many threads at once."""
+
+    def alloc(self, nbytes: int) -> int:
+        """The address of new memory. DeviceMemoryError where there is not as much."""
+
+    def fill(self, address: int, data: U8) -> None:
+        """Copies host bytes there."""
+
+    def fetch(self, address: int, nbytes: int) -> U8:
+        """A copy of its bytes."""
+
+    def fetch_into(self, address: int, data: U8) -> None:
+        """The same, to where the host wants it."""
+
+    def pin(self, data: U8) -> str:
+        """Makes host memory fast to copy from and to; why not, where it cannot."""
+
+    def unpin(self, data: U8) -> None:
+        """Undoes it."""
+
+    def free(self, address: int) -> None:
+        """Gives it back."""
+
+
 class DeviceMemory(Memory):
     """A device's. `wrap` makes what the drive's library takes of (address, bytes)."""
 
     kind = "device"
 
-    def __init__(self, device: Device, nbytes: int, alignment: int, wrap: Callable[[int, int], Any], step: int) -> None:
-        """`step`: the most that one `get` asks for. DeviceMemoryError where there is not as much."""
+    def __init__(self, allocator: Allocator, nbytes: int, wrap: Callable[[int, int], Any]) -> None:
+        """Raises DeviceMemoryError where there is not as much."""
         self.nbytes = nbytes
-        self._device, self._wrap = device, wrap
-        self.buffer: Buffer = device.device_buffer(nbytes, alignment)
-        self._host: Buffer = device.host_buffer(max(step, STEP_BYTES), alignment)
-        self._stream = device.stream()
+        self._allocator, self._wrap = allocator, wrap
+        self._whole = allocator.alloc(nbytes + PAGE)
+        self.address = self._whole + -self._whole % PAGE
 
     def place(self, offset: int, nbytes: int) -> Any:
         """What `wrap` makes."""
-        return self._wrap(self.buffer.address + offset, nbytes)
+        return self._wrap(self.address + offset, nbytes)
 
     def put(self, offset: int, data: U8) -> None:
         """See Memory."""
-        self._host.host()[: len(data)] = data
-        self._device.copy(self._stream, self.buffer, offset, self._host, 0, len(data))
-        settle(self._device.record(self._stream))
+        self._allocator.fill(self.address + offset, data)
 
     def get(self, offset: int, nbytes: int) -> U8:
         """See Memory."""
-        self._device.copy(self._stream, self._host, 0, self.buffer, offset, nbytes)
-        settle(self._device.record(self._stream))
-        return self._host.host()[:nbytes]
+        return self._allocator.fetch(self.address + offset, nbytes)
 
     def close(self) -> None:
         """Frees it."""
-        self.buffer.free()
-        self._host.free()
+        self._allocator.free(self._whole)
 
 
 class Bounce:
-    """A slot of a device's memory that a drive reaches through one of the host's. One request at a time uses it."""
+    """A slot of a device's memory that a drive reaches through one of the host's."""
 
-    def __init__(self, device: Device, stream: Stream, buffer: Buffer, offset: int, host: Buffer, nbytes: int) -> None:
-        self._device, self._stream = device, stream
-        self._buffer, self._offset, self._host = buffer, offset, host
-        self.nbytes = nbytes
-        self.array = host.host()[offset : offset + nbytes]
+    def __init__(self, allocator: Allocator, address: int, host: U8) -> None:
+        self._allocator, self._address, self.host = allocator, address, host
 
     def push(self, nbytes: int) -> None:
-        """From the host to the device, waited for."""
-        self._copy(self._buffer, self._host, nbytes)
+        """From the host to the device."""
+        if nbytes:
+            self._allocator.fill(self._address, self.host[:nbytes])
 
     def pull(self, nbytes: int) -> None:
-        """From the device to the host, waited for."""
-        self._copy(self._host, self._buffer, nbytes)
-
-    def _copy(self, target: Buffer, source: Buffer, nbytes: int) -> None:
+        """From the device to the host."""
         if nbytes:
-            self._device.copy(self._stream, target, self._offset, source, self._offset, nbytes)
-            settle(self._device.record(self._stream))
+            self._allocator.fetch_into(self._address, self.host[:nbytes])
 
 
 class BouncedMemory(DeviceMemory):
-    """A device's, for files that move the host's: each slot has pinned host memory beside it."""
+    """A device's, for files that move the host's: each slot has pinned memory beside it."""
 
-    def __init__(self, device: Device, nbytes: int, alignment: int, step: int) -> None:
-        super().__init__(device, nbytes, alignment, lambda *_: None, step)
-        self._beside: Buffer = device.host_buffer(nbytes, alignment)
-        self._streams = [device.stream() for _ in range(_STREAMS)]
+    def __init__(self, allocator: Allocator, nbytes: int, alignment: int) -> None:
+        super().__init__(allocator, nbytes, lambda *_: None)
+        self._beside = AlignedBuffer(nbytes, alignment).array
+        self.unpinned = allocator.pin(self._beside)  # why, where it is not
 
     def place(self, offset: int, nbytes: int) -> Bounce:
         """See Bounce."""
-        stream = self._streams[offset // nbytes % _STREAMS]
-        return Bounce(self._device, stream, self.buffer, offset, self._beside, nbytes)
+        return Bounce(self._allocator, self.address + offset, self._beside[offset : offset + nbytes])
 
     def close(self) -> None:
         """Frees both."""
+        if not self.unpinned:
+            self._allocator.unpin(self._beside)
         super().close()
-        self._beside.free()
-
-
-def settle(event: Event) -> None:
-    """Waits for it."""
-    while not event.done():
-        time.sleep(_PAUSE_S)

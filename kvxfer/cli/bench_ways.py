@@ -6,6 +6,7 @@ From the top: `gds` (kvikio, GPUDirect Storage), `compat` (kvikio's own way thro
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 from abc import ABC, abstractmethod
@@ -14,12 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer import probe
-from kvxfer.cli.bench_memory import Bounce, BouncedMemory, DeviceMemory, HostMemory, Memory
+from kvxfer.cli.bench_memory import Allocator, Bounce, BouncedMemory, DeviceMemory, HostMemory, Memory
 from kvxfer.cli.bench_plan import DEVICE_MODES, Plan
-from kvxfer.device.base import Device
-from kvxfer.errors import ConfigError, IOFault, KvxferError
+from kvxfer.errors import ConfigError, DeviceError, IOFault, KvxferError
 from kvxfer.io.modes import IOMode, probe_mode
 from kvxfer.io.posix import PosixFile
 from kvxfer.io.system import sys_dioalign, sys_open
@@ -70,7 +71,7 @@ class Way(ABC):
 class PosixWay(Way):
     """pread and pwrite of the host's memory; with a device, through pinned memory to its own and back."""
 
-    def __init__(self, mode: IOMode, device: Device | None = None) -> None:
+    def __init__(self, mode: IOMode, device: Allocator | None = None) -> None:
         self.mode = "direct" if mode.direct else "buffered"
         self.alignment, self.why = mode.alignment, mode.why
         self._direct, self._device = mode.direct, device
@@ -85,7 +86,10 @@ class PosixWay(Way):
         """See Way."""
         if self._device is None:
             return HostMemory(nbytes, self.alignment)
-        return BouncedMemory(self._device, nbytes, self.alignment, largest)
+        memory = BouncedMemory(self._device, nbytes, self.alignment)
+        pinned = f"memory that is not pinned: {memory.unpinned}" if memory.unpinned else "pinned memory"
+        self.why += f"; to the device and back through {pinned}"
+        return memory
 
     def forget(self, file: Opened) -> None:
         """See Way; direct I/O leaves nothing to remember."""
@@ -101,13 +105,13 @@ class _Bounced:
         self._file, self.fd = file, file.fd
 
     def read(self, buf: Bounce, size: int, file_offset: int) -> int:
-        moved = self._file.read(buf.array, size, file_offset)
+        moved = self._file.read(buf.host, size, file_offset)
         buf.push(moved)
         return moved
 
     def write(self, buf: Bounce, size: int, file_offset: int) -> int:
         buf.pull(size)
-        return self._file.write(buf.array, size, file_offset)
+        return self._file.write(buf.host, size, file_offset)
 
     def close(self) -> None:
         self._file.close()
@@ -118,10 +122,10 @@ class KvikioWay(Way):
 
     alignment = ALIGNMENT
 
-    def __init__(self, mode: str, gds: Any, backend: Any, device: Device) -> None:
+    def __init__(self, mode: str, gds: Any, backend: Any, device: Allocator) -> None:
         """`gds`: the module kvxfer.io.gds; `backend`: one of its GdsBackend, which is closed with this."""
         self.mode, self._gds, self._backend, self._device = mode, gds, backend, device
-        self.why = f"kvikio in mode {backend.mode}"
+        self.why = f"kvikio, requests of at most {backend.request_bytes} bytes"
 
     def open(self, path: Path, *, writable: bool) -> Opened:
         """See Way. kvikio opens files for both."""
@@ -129,8 +133,8 @@ class KvikioWay(Way):
 
     def memory(self, nbytes: int, largest: int) -> Memory:
         """See Way. Registered where the driver lets it."""
-        memory = DeviceMemory(self._device, nbytes, self.alignment, self._gds.Window, largest)
-        if refused := self._backend.register(memory.buffer.address, nbytes):
+        memory = DeviceMemory(self._device, nbytes, self._gds.Window)
+        if refused := self._backend.register(memory.address, nbytes):
             self.why += f"; memory is not registered: {refused}"
         return memory
 
@@ -174,26 +178,21 @@ def choose(plan: Plan, place: Place, timeout_s: float = probe.TIMEOUT_S) -> Way:
         IOFault: nothing works in the directory.
     """
     steps: list[str] = []
-    device: Device | None = None
-    wanted = DEVICE_MODES if plan.mode == "auto" else (plan.mode,)
+    device: Allocator | None = None
     if plan.memory == "device" or (plan.memory == "auto" and plan.mode in (*DEVICE_MODES, "auto")):
-        found = _device(timeout_s)
-        device = None if isinstance(found, str) else found
-        if isinstance(found, str):
-            if plan.memory == "device":
-                raise ConfigError(f"--memory device: {found}")
-            if plan.mode in DEVICE_MODES:
-                raise ConfigError(f"--mode {plan.mode}: {found}")
-            steps.append(f"gds and compat: {found}")
+        cuda = _cuda(timeout_s)
+        if isinstance(cuda, str):
+            if plan.memory == "device" or plan.mode in DEVICE_MODES:
+                option = f"--memory {plan.memory}" if plan.memory == "device" else f"--mode {plan.mode}"
+                raise ConfigError(f"{option}: {cuda}")
+            steps.append(f"gds and compat: {cuda}")
         else:
-            for mode in (mode for mode in wanted if mode in DEVICE_MODES):
-                way = _kvikio(mode, plan, place, found)
-                if not isinstance(way, str):
-                    way.steps = tuple(steps)
-                    return way
-                if plan.mode == mode:
-                    raise ConfigError(f"--mode {mode}: {way}")
-                steps.append(f"{mode}: {way}")
+            device = CudaAllocator(cuda)
+            if plan.mode in (*DEVICE_MODES, "auto"):
+                kvikio = _kvikio(plan, place, cuda, device, timeout_s, steps)
+                if kvikio is not None:
+                    kvikio.steps = tuple(steps)
+                    return kvikio
     elif plan.mode == "auto":
         steps.append("gds and compat: they move the device's memory, and --memory host was said")
     way = PosixWay(_posix(plan, place), device if plan.memory == "device" else None)
@@ -203,61 +202,76 @@ def choose(plan: Plan, place: Place, timeout_s: float = probe.TIMEOUT_S) -> Way:
     return way
 
 
-def _device(timeout_s: float) -> Device | str:
-    """The device, or why there is none. torch is imported where a device has answered."""
+class CudaAllocator:
+    """`Allocator`, by the driver's own calls: no framework is needed."""
+
+    def __init__(self, cuda: Any) -> None:
+        """`cuda`: a kvxfer.io.libcuda.LibCuda."""
+        self._cuda = cuda
+        self._memory = importlib.import_module("kvxfer.io.libcuda").CudaMemory(cuda)
+        self.alloc, self.fill = self._memory.alloc, self._memory.fill
+        self.fetch, self.free = self._memory.fetch, self._memory.free
+
+    def fetch_into(self, address: int, data: NDArray[np.uint8]) -> None:
+        """See Allocator."""
+        self._cuda.enter_device(0)
+        target = ctypes.c_void_p(data.ctypes.data)
+        self._cuda.call("cuMemcpyDtoH_v2", target, ctypes.c_uint64(address), ctypes.c_size_t(data.nbytes))
+
+    def pin(self, data: NDArray[np.uint8]) -> str:
+        """See Allocator."""
+        self._cuda.enter_device(0)
+        place, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
+        try:
+            self._cuda.call("cuMemHostRegister_v2", place, size, ctypes.c_uint(0))
+        except DeviceError as exc:
+            return str(exc)
+        return ""
+
+    def unpin(self, data: NDArray[np.uint8]) -> None:
+        """See Allocator."""
+        self._cuda.enter_device(0)
+        self._cuda.call("cuMemHostUnregister", ctypes.c_void_p(data.ctypes.data))
+
+
+def _cuda(timeout_s: float) -> Any:
+    """The driver, or why there is none: it is only touched here where a child has had an answer."""
     if not (found := probe.cuda(timeout_s)).ok:
         return f"no CUDA device: {found.why}"
     try:
-        module = importlib.import_module("kvxfer.device.torch_device")
-        device: Device = module.TorchDevice()
+        return importlib.import_module("kvxfer.io.libcuda").LibCuda()
     except (ImportError, KvxferError) as exc:
-        return f"{type(exc).__name__}: {exc}"
-    return device
+        return str(exc)
 
 
-def _kvikio(mode: str, plan: Plan, place: Place, device: Device) -> Way | str:
-    """kvikio's way, shown to work by reading back what was written, or why it is not."""
+def _kvikio(
+    plan: Plan, place: Place, cuda: Any, device: Allocator, timeout_s: float, steps: list[str]
+) -> KvikioWay | None:
+    """kvikio's way, which a test by reading back has shown to work in the directory; None, and `steps`, where not."""
     if place.sample is not None:
-        return "kvikio opens files for writing, and those given are only read"
+        why = "kvikio opens files for writing, and those given are only read"
+        if plan.mode != "auto":
+            raise ConfigError(f"--mode {plan.mode}: {why}")
+        steps.append(f"gds and compat: {why}")
+        return None
     try:
-        gds = importlib.import_module("kvxfer.io.gds")
-    except ImportError as exc:
-        return str(exc)
-    if not (found := gds.available()).ok:
-        return str(found.why)
-    try:
-        backend = gds.GdsBackend(gds.DIRECT if mode == "gds" else gds.COMPAT, depth=plan.lanes)
-    except KvxferError as exc:
-        return str(exc)
-    way = KvikioWay(mode, gds, backend, device)
-    try:
-        _try(way, place.directory)
-    except (KvxferError, OSError) as exc:
-        way.close()
-        return str(exc)
-    return way
-
-
-def _try(way: Way, directory: Path) -> None:
-    """Writes a page from the device, reads it back into another, compares."""
-    from kvxfer.cli.bench_files import made  # files are made above this
-
-    memory = way.memory(2 * ALIGNMENT, ALIGNMENT)
-    try:
-        with made(directory, 1, ALIGNMENT, margin=False) as paths:
-            file = way.open(paths[0], writable=True)
-            try:
-                data = np.random.default_rng().integers(256, size=ALIGNMENT, dtype=np.uint8)
-                memory.put(0, data)
-                memory.poison(ALIGNMENT, ALIGNMENT)
-                file.write(memory.place(0, ALIGNMENT), ALIGNMENT, 0)
-                moved = file.read(memory.place(ALIGNMENT, ALIGNMENT), ALIGNMENT, 0)
-                if moved != ALIGNMENT or not np.array_equal(memory.get(ALIGNMENT, ALIGNMENT), data):
-                    raise ConfigError("a page came back otherwise than it was written")
-            finally:
-                file.close()
-    finally:
-        memory.close()
+        gds, ladder = (importlib.import_module(f"kvxfer.io.{name}") for name in ("gds", "ladder"))
+        rung = ladder.climb(place.directory, device, want=plan.mode, timeout_s=timeout_s, cuda=cuda)
+        steps += [str(step) for step in rung.steps]
+        if rung.name == "host":
+            return None
+        backend = gds.GdsBackend(
+            gds.DIRECT if rung.name == "direct" else gds.COMPAT,
+            depth=plan.lanes,
+            request_bytes=rung.request_bytes,
+            cuda=cuda,
+        )
+    except (ImportError, KvxferError) as exc:
+        if plan.mode != "auto":
+            raise ConfigError(f"--mode {plan.mode}: {exc}") from exc
+        steps.append(f"gds and compat: {exc}")
+        return None
+    return KvikioWay("gds" if rung.name == "direct" else "compat", gds, backend, device)
 
 
 def _posix(plan: Plan, place: Place) -> IOMode:

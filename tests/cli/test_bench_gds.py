@@ -1,4 +1,4 @@
-"""`kvxfer bench gds`: every option, bad input, faults of the drive; no speed without right bytes, nothing left behind."""
+"""`kvxfer bench gds`: every option, bad input, faults of the drive; no speed for wrong bytes, nothing left behind."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from kvxfer.cli import bench_files, bench_lanes, bench_plot, main
 from kvxfer.cli.bench_files import PREFIX
+from kvxfer.io.system import sys_open
 from kvxfer.testing import FaultyIO
 from tests.cli.commands import PROJECT, json_of, run, run_on_terminal
 
@@ -409,11 +410,8 @@ def test_files_given_are_only_read(files: list[Path], capsys: Capsys, mode: str,
 
 def test_a_file_given_that_may_only_be_read(files: list[Path], capsys: Capsys) -> None:
     flags: list[int] = []
-    from kvxfer.cli import bench_ways
-
-    plain = bench_ways.sys_open
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_ways, "sys_open", lambda path, how: (flags.append(how), plain(path, how))[1])
+        patch.setattr("kvxfer.cli.bench_ways.sys_open", lambda path, how: (flags.append(how), sys_open(path, how))[1])
         code, _ = bench(capsys, files[0])
     assert code == 0
     assert flags and not any(how & (os.O_RDWR | os.O_WRONLY | os.O_CREAT) for how in flags)
@@ -495,7 +493,7 @@ class Anything:
         calls.append([self.name, [list_of(each) for each in arguments], sorted(named)])
         if self.name == "pyplot.subplots": return Anything("figure"), Anything("axes")
         if self.name == "figure.savefig": arguments[0].write_text(json.dumps(calls))
-def list_of(value): return list(value) if isinstance(value, list) else value if isinstance(value, (int, float)) else str(value)
+def list_of(value): return value if isinstance(value, (list, int, float)) else str(value)
 pyplot = Anything("pyplot")
 use = Anything("use")
 """

@@ -356,4 +356,5 @@ def test_any_other_text_is_refused_by_name(text: str) -> None:
     try:
         assert parse_size(text) >= 0
     except ConfigError as exc:
-        assert repr(text) in str(exc)
+        said = str(exc)
+        assert repr(text) in said
