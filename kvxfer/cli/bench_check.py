@@ -52,10 +52,10 @@ class Made(Checker):
     def __init__(self, content: Content, file_bytes: list[int], mode: str) -> None:
         self.content = content
         self._versions = [np.zeros(nbytes // PAGE, dtype=np.uint32) for nbytes in file_bytes]
-        cached = " (through the page cache)" if mode == "buffered" else ""
+        back = "read back through the page cache" if mode == "buffered" else "read back"
         self.said = (
-            "every byte that was read, and every byte that was written, read back after it" + cached + ", compared "
-            "with content made from (seed, file, page, version); outside the timing"
+            f"outside the timing, every byte that was read or written (and {back}) compared with content made from "
+            "(seed, file, page, version)"
         )
 
     def fill(self, files: list[Opened], memory: Memory, step: int) -> None:
@@ -162,8 +162,8 @@ class OnlyRead(Checker):
     """Files that must not change: every read is compared, by its segment checksum, with a first reading of the file."""
 
     said = (
-        "every byte that was read compared, by kvxfer's segment checksum, with a first reading of the file through the "
-        "page cache; outside the timing. What the files ought to hold, nobody here knows"
+        "outside the timing, every byte that was read compared, by kvxfer's segment checksum, with a first reading of "
+        "the file through the page cache; what the files ought to hold, nobody here knows"
     )
 
     def __init__(self, paths: list[Path], file_bytes: list[int]) -> None:

@@ -348,3 +348,33 @@ def test_a_link_that_nobody_knows_is_not_guessed(
     _, report = json_of(capsys, "bench", "gds", tmp_path, *OPTIONS)
     assert report["link"] == {"gbps": None, "why": "nvidia-ml-py is not installed"}
     assert report["rows"][0]["link_percent"] is None
+
+
+def test_over_kvxfers_own_ladder_and_backend(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing doubled but kvikio and the driver, by the doubles that the backend's own tests have."""
+    for name in ("kvxfer.io.ladder", "tests.kvikio_double"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not in this version")
+    gds, ladder, rig, there = (
+        importlib.import_module(name)
+        for name in ("kvxfer.io.gds", "kvxfer.io.ladder", "tests.io.gds_rig", "tests.kvikio_double")
+    )
+    kvikio = there.Kvikio(monkeypatch)
+    driver = rig.FakeCuda(kvikio)
+    monkeypatch.setattr(probe, "cuda", lambda *_: probe.Probe(True, "a device"))
+    monkeypatch.setattr(gds, "_asked", [probe.Probe(True, "kvikio", {"compat_mode": "AUTO"})])
+    monkeypatch.setattr(ladder, "_ask_driver", lambda *_: {"is_gds_available": 1})
+    monkeypatch.setattr(bench_job, "ask_gpus", lambda: Gpus(why="none"))
+    monkeypatch.setattr(bench_lanes, "EMPTY_S", 0.01)
+    monkeypatch.setattr("kvxfer.io.libcuda.LibCuda", lambda: driver)
+    monkeypatch.setattr("kvxfer.io.libcuda.CudaMemory", rig.FakeMemory)
+    try:
+        for mode in ("auto", "compat"):
+            arguments = ["--mode", mode, "--operation", "mixed"]
+            code, report = json_of(capsys, "bench", "gds", tmp_path, *OPTIONS, *arguments)
+            assert (code, report["mode"]) == (0, "compat" if mode == "compat" else "gds"), report
+            assert (report["memory"], report["rows"][0]["status"]) == ("device", "ok")
+    finally:
+        kvikio.close()
+    assert list(tmp_path.iterdir()) == []
+    assert driver.made == {}
