@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from kvxfer.cli.bench_memory import STEP_BYTES, Memory
 from kvxfer.cli.bench_ways import Opened
 from kvxfer.errors import IOFault
 from kvxfer.io.posix import PosixFile
+from kvxfer.io.system import sys_open
 from kvxfer.staging import AlignedBuffer
 
 Mask = NDArray[np.bool_]
@@ -76,7 +79,7 @@ class Made(Checker):
                     part = pages[start // PAGE : (start + STEP_BYTES) // PAGE]
                     self._put(memory, start, np.full(len(part), index), part, versions[part])
                 if (moved := file.write(memory.place(0, nbytes), nbytes, offset)) != nbytes:
-                    raise IOFault(5, f"{moved} of {nbytes} bytes were written at {offset:#x}")
+                    raise IOFault(errno.EIO, f"{moved} of {nbytes} bytes were written at {offset:#x}")
 
     def readable(self, file: NDArray[np.int64], offset: NDArray[np.int64], size: int) -> Mask:
         """See Checker."""
@@ -175,10 +178,10 @@ class OnlyRead(Checker):
         self._sums = {}
         buffer = AlignedBuffer(size).array
         for index, (path, whole) in enumerate(zip(self._paths, self._bytes, strict=True)):
-            with PosixFile(_open_to_read(path), path.name, False) as file:
+            with PosixFile(sys_open(path, os.O_RDONLY), path.name, False) as file:
                 for offset in range(0, whole - size + 1, size):
                     if (moved := file.read(buffer, size, offset)) != size:
-                        raise IOFault(5, f"{moved} of {size} bytes at {offset:#x}: it is being cut", str(path))
+                        raise IOFault(errno.EIO, f"{moved} of {size} bytes at {offset:#x}: it is being cut", str(path))
                     self._sums[index, offset] = _sum(buffer)
 
     def wrong(self, burst: Burst, memory: Memory, of: Mask) -> list[str]:
@@ -190,14 +193,6 @@ class OnlyRead(Checker):
                 name = self._paths[place[0]].name
                 found.append(f"{name} offset {place[1]:#x}: {burst.nbytes} bytes do not match their first reading")
         return found
-
-
-def _open_to_read(path: Path) -> int:
-    import os
-
-    from kvxfer.io.system import sys_open
-
-    return sys_open(path, os.O_RDONLY)
 
 
 def _sum(data: NDArray[np.uint8]) -> int:

@@ -23,6 +23,7 @@ from kvxfer.cli.bench_memory import Memory
 from kvxfer.cli.bench_plan import Plan
 from kvxfer.cli.bench_ways import Opened, Place, Way, choose
 from kvxfer.errors import ConfigError
+from kvxfer.io.system import sys_fsync
 from kvxfer.nvml import Gpus, ask_gpus
 from kvxfer.topology import Drive, drive_of
 
@@ -242,8 +243,9 @@ class _Bench:
     def fill(self, checker: Made, paths: list[Path]) -> None:
         """Gives files content, and has the system write it out and forget it."""
         checker.fill(self.files, self.memory, min(8 << 20, self.memory.nbytes) // PAGE * PAGE)
-        for file in self.files:
-            _sync(file)
+        for file, path in zip(self.files, paths, strict=True):
+            if (fd := getattr(file, "fd", None)) is not None:
+                sys_fsync(fd, path)
             self.way.forget(file)
 
     def move(self, op: int, file: int, offset: int, slot: int, nbytes: int) -> int:
@@ -316,14 +318,6 @@ class _Bench:
         wrong += [f"a write could not be read back to be checked: {why}" for why in unread.values()]
         tally.take(burst, wrong, int(readable.sum()), warm_up)
         return bool(burst.made.any())
-
-
-def _sync(file: Opened) -> None:
-    import os
-
-    fd = getattr(file, "fd", None)
-    if fd is not None:
-        os.fsync(fd)
 
 
 class _Blocks:

@@ -16,6 +16,7 @@ import pytest
 
 from kvxfer.cli import bench_files, bench_lanes, bench_plot, main
 from kvxfer.cli.bench_files import PREFIX
+from kvxfer.io.posix import PosixFile
 from kvxfer.io.system import sys_open
 from kvxfer.testing import FaultyIO
 from tests.cli.commands import PROJECT, json_of, run, run_on_terminal
@@ -353,6 +354,21 @@ def test_a_write_that_cannot_be_read_back_is_not_believed(tmp_path: Path, capsys
     (row,) = report["rows"]
     assert (code, row["status"], row["parts"]) == (1, "WRONG", [])
     assert "could not be read back to be checked: EIO" in row["why"]
+
+
+@pytest.mark.parametrize("operation", ["read", "write", "mixed"])
+def test_reads_that_bring_nothing_prove_nothing(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """Not even of writes: what is read back comes to memory that was written over."""
+
+    class Idle(PosixFile):
+        def read(self, buf: Any, size: int | None = None, file_offset: int = 0) -> int:
+            return buf.nbytes if size is None else size
+
+    monkeypatch.setattr("kvxfer.cli.bench_ways.PosixFile", Idle)
+    code, report = bench(capsys, tmp_path, "--operation", operation)
+    assert (code, report["rows"][0]["status"]) == (1, "WRONG")
 
 
 def test_a_request_that_never_returns_ends_the_run(

@@ -221,6 +221,17 @@ def test_a_first_reading_is_what_given_files_are_held_to(tmp_path: Path) -> None
         checker.begin(64 * K)
 
 
+def test_a_write_that_was_not_begun_changes_nothing() -> None:
+    rig = Rig()
+    burst = burst_of([(WRITE, 0, 0), (WRITE, 0, 64 * K)], 64 * K)
+    rig.checker.prepare(burst, rig.memory)
+    burst.latency_ns[0] = 1
+    rig.files.opened[0].write(rig.memory.place(0, 64 * K), 64 * K, 0)
+    rig.checker.settle(burst)
+    assert rig.make([(READ, 0, 0), (READ, 0, 64 * K)])[1] == []
+    assert rig.checker._versions[0][[0, 15, 16, 31]].tolist() == [1, 1, 0, 0]
+
+
 # ---- places
 
 
@@ -286,6 +297,14 @@ def test_a_lane_has_one_request_and_all_lanes_are_used() -> None:
     assert burst.done.all()
     assert 40 / 6 * 0.005 <= burst.wall_s < burst.latency_ns.sum() / 1e9
     assert (burst.latency_ns >= 5_000_000).all()
+
+
+def test_a_burst_lasts_from_its_first_start_to_its_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = iter([(1_000_000_000, 1_200_000_000), None, (1_150_000_000, 1_400_000_000), (1_100_000_000, 1_300_000_000)])
+    monkeypatch.setattr(Lanes, "_draw", lambda *_: next(spans))
+    lanes = Lanes(1, 4, lambda *_: 0)
+    assert lanes.run(burst_of([(READ, 0, 0)] * 4, 4096)).wall_s == pytest.approx(0.4)
+    lanes.close()
 
 
 def test_no_request_begins_when_the_time_is_up_and_nobodys_is_made() -> None:
