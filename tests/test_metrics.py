@@ -19,7 +19,7 @@ TABLE = (
     Series("t_open", Kind.GAUGE, 'With a \\ and\na line, and "quotes".'),
     Series("t_seconds", Kind.HISTOGRAM, "Time.", "seconds", (("path", ('a "b" \\ c',)),), (0.1, 1.0)),
 )
-_SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
+_SAMPLE = re.compile(r'([a-z_][a-z0-9_]*)(?:\{((?:[a-z]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
 
 
 def parse(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

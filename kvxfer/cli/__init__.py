@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import kvxfer
-from kvxfer.cli import demo, doctor, epoch, inspect, verify
+from kvxfer.cli import bench, demo, doctor, epoch, inspect, verify
 from kvxfer.cli.output import BAD_INPUT, FAILED
 
 WRONG_BYTES = FAILED  # what the demo finds
@@ -33,6 +33,7 @@ app.command(name="doctor", epilog=doctor.EPILOG)(doctor.command)
 app.command(name="inspect", epilog=inspect.EPILOG)(inspect.command)
 app.command(name="verify", epilog=verify.EPILOG)(verify.command)
 app.add_typer(epoch.app, name="epoch")
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:

@@ -15,8 +15,10 @@ from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry import PRESETS
 from kvxfer.io.modes import NETWORK_FILESYSTEMS, PROBE_TIMEOUT_S, filesystem_type, probe_mode
 from kvxfer.layout import kvx1_slot, row_mapping
+from kvxfer.nvml import Gpus, ask_gpus
 from kvxfer.slot import MAX_BLOCKS, SlotLayout
 from kvxfer.store.root import FORMAT, ROOT_FILE, read_root
+from kvxfer.topology import Drive, drive_of
 
 MAX_CHUNK_BYTES = 16 << 30
 MAX_TIMEOUT_S = 3600.0
@@ -117,6 +119,7 @@ class Directory:
     free_bytes: int | None = None
     free_inodes: int | None = None  # None: as many as there is room for
     root: dict[str, int] | None = None  # format, alignment and weight_epoch, if it is a root
+    drive: Drive | None = None  # None: not looked for
     problem: str = ""  # why a store cannot use it
 
 
@@ -129,6 +132,7 @@ class Report:
     limits: dict[str, int | None]
     memory: Memory
     directories: tuple[Directory, ...] = field(default_factory=tuple)
+    gpus: Gpus = field(default_factory=Gpus)
 
     @property
     def problems(self) -> list[str]:
@@ -154,17 +158,21 @@ class Report:
             "limits": self.limits,
             "memory": asdict(self.memory),
             "directories": [asdict(place) for place in self.directories],
+            "gpus": [asdict(gpu) | {"link_why": gpu.link_why} for gpu in self.gpus.gpus],
+            "gpus_why": self.gpus.why,
         }
 
 
 def examine(plan: Plan) -> Report:
     """Looks at everything; what does not answer is given up after a while, and said."""
+    machine = probe.machine(plan.timeout_s)
     return Report(
         versions=probe.versions(),
-        machine=probe.machine(plan.timeout_s),
+        machine=machine,
         limits=probe.limits(),
         memory=plan.memory(),
         directories=tuple(check_directory(path, capacity_bytes=plan.capacity_bytes) for path in plan.directories),
+        gpus=ask_gpus(plan.timeout_s) if machine.nvml.ok else Gpus(why=machine.nvml.why),
     )
 
 
@@ -216,6 +224,7 @@ def _try(path: Path) -> Directory:
         tried=str(nearest),
         free_bytes=room.f_bavail * room.f_frsize,
         free_inodes=room.f_favail if room.f_files else None,
+        drive=drive_of(nearest),
     )
     if not nearest.is_dir():
         return replace(found, problem=f"{nearest} is no directory")

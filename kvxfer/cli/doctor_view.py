@@ -11,6 +11,8 @@ from kvxfer.cli.output import clean, screen, size
 
 if TYPE_CHECKING:
     from kvxfer.cli.doctor_job import Directory, Memory, Report
+    from kvxfer.nvml import Gpu
+    from kvxfer.topology import Drive
 
 # What is not needed by this version may be missing.
 WORKS, ABSENT, FAILS = ("ok", "green"), ("--", "yellow"), ("NO", "bold red")
@@ -29,6 +31,11 @@ def show(report: Report, console: Console | None = None) -> None:
     for field, name in NAMES.items():
         found = getattr(report.machine, field)
         _line(console, WORKS if found.ok else ABSENT, name, found.why)
+        if field == "nvml":
+            for gpu in report.gpus.gpus:
+                _show_gpu(console, gpu)
+            if report.gpus.why and found.ok:
+                _more(console, report.gpus.why)
     for name, limit in report.limits.items():
         _line(console, WORKS, f"limit of {name.replace('_', ' ')}", "none" if limit is None else f"{limit:,}")
     _show_memory(console, report.memory)
@@ -57,6 +64,38 @@ def _show_memory(console: Console, memory: Memory) -> None:
     _line(console, state, "open files", f"{memory.descriptors:,} of {allowed}: {slabs}")
 
 
+def _show_gpu(console: Console, gpu: Gpu) -> None:
+    """What NVML tells of one; what it does not tell follows with its reason."""
+
+    def room(free: int | None, total: int | None) -> str:
+        return "" if free is None or total is None else f"{size(free)} of {size(total)} free"
+
+    _more(console, f"GPU {gpu.index}: {gpu.name or 'no name'} {gpu.uuid or ''}".rstrip())
+    link = "" if gpu.link is None else f"{gpu.link}, the card can do {gpu.link_card or gpu.link_max or 'unknown'}"
+    rates = ((gpu.rx, "in"), (gpu.tx, "out"))
+    traffic = ", ".join(f"{rate / 1e9:.2f} GB/s {way}" for rate, way in rates if rate is not None)
+    for name, text in (
+        ("memory", room(gpu.memory_free, gpu.memory_total)),
+        ("BAR1", room(gpu.bar1_free, gpu.bar1_total)),
+        ("link", "; ".join(part for part in (link, traffic, gpu.link_why) if part)),
+        ("NUMA node", "" if gpu.numa_node is None else str(gpu.numa_node)),
+    ):
+        if text:
+            _more(console, f"  {name}: {text}")
+    for name, why in gpu.missing.items():
+        _more(console, f"  {name} unknown: {why}")
+
+
+def _drive(drive: Drive) -> str:
+    if not drive.disks:
+        return drive.why
+    parts = [f"drive {', '.join(drive.disks)}"]
+    parts += [] if drive.numa_node is None else [f"NUMA node {drive.numa_node}"]
+    if drive.link_bytes_per_s is not None:
+        parts.append(f"{', '.join(map(str, drive.links))}: {drive.link_bytes_per_s / 1e9:.1f} GB/s at most")
+    return ", ".join(parts) + (f" ({drive.why})" if drive.why else "")
+
+
 def _show_directory(console: Console, place: Directory) -> None:
     kind = place.filesystem + (", a network's" if place.network else "")
     _line(console, FAILS if place.problem else WORKS, clean(place.path), place.problem or f"{place.io_mode} on {kind}")
@@ -67,6 +106,8 @@ def _show_directory(console: Console, place: Directory) -> None:
     if place.free_bytes is not None:
         inodes = "any number of" if place.free_inodes is None else f"{place.free_inodes:,}"
         _more(console, f"{size(place.free_bytes)} and {inodes} inodes free")
+    if place.drive is not None:
+        _more(console, _drive(place.drive))
     if place.root is not None:
         said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in place.root.items())
         _more(console, f"a kvxfer root: {said}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -25,8 +26,10 @@ def section(command: str) -> str:
 def test_every_command_and_option_is_there() -> None:
     group = typer.main.get_group(app)
     assert {name.split()[0] for name in QUOTED} >= set(group.commands)
-    for name in ("doctor", "inspect", "verify"):
-        options = {option for parameter in group.commands[name].params for option in parameter.opts}
+    bench: Any = group.commands["bench"]
+    commands = {name: group.commands[name] for name in ("doctor", "inspect", "verify")}
+    for name, command in (commands | {"bench gds": bench.commands["gds"]}).items():
+        options = {option for parameter in command.params for option in parameter.opts}
         missing = [o for o in options if o.startswith("--") and o != "--json" and f"`{o}" not in section(name)]
         assert missing == [], name
 
@@ -50,3 +53,20 @@ def test_every_key_is_there(tmp_root: Path, capsys: pytest.CaptureFixture[str]) 
             keys |= set().union(*report.get(nested, []))
         missing = sorted(key for key in keys if f"`{key}`" not in section(command))
         assert missing == [], command
+
+
+def test_every_key_of_the_bench_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--memory host --span 4M --sizes 64K --depth 2 --limit 2M --duration 60 --operation mixed".split()
+    _, report = json_of(capsys, "bench", "gds", tmp_path, *options)
+    assert report["rows"][0]["parts"]
+    del report["options"], report["drive"]  # the plan's; and the doctor's, with two more
+    keys = {"gbps_why"}
+
+    def collect(value: Any) -> None:
+        if isinstance(value, dict):
+            keys.update(value)
+        for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            collect(each)
+
+    collect(report)
+    assert sorted(key for key in keys if f"`{key}`" not in section("bench gds")) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from kvxfer.config import EngineConfig, staging_buffer, staging_plan
 from kvxfer.io import modes
 from kvxfer.store import Store
 from kvxfer.testing import FaultyIO
+from kvxfer.topology import Drive, Link
+from tests import nvml_double
 from tests.cli.commands import PROJECT, json_of, run
 from tests.doubles import Doubles
 from tests.engine.rig import Node
@@ -183,6 +186,41 @@ def test_devices_that_work_are_told(tmp_path: Path, capsys: Capsys, monkeypatch:
     assert report["cuda"] == {
         "ok": True, "why": "2 x Fake H200, CUDA 13.0", "devices": ["Fake H200"] * 2, "driver": "13.0"
     }  # fmt: skip
+
+
+def test_gpus_are_told_with_what_is_missing_and_why(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Doubles(tmp_path, monkeypatch).module("pynvml", Path(nvml_double.__file__).read_text())
+    nowhere = {"PciInfo": "0000FFFF:FF:1F.7"}
+    one = nowhere | {"CurrPcieLinkGeneration": 1, "CurrPcieLinkWidth": 8, "Name": "H\x1b[31m200"}
+    monkeypatch.setenv("FAKE_NVML", json.dumps({"gpus": [one, nowhere | {"BAR1MemoryInfo": "!Not Supported"}]}))
+    code, report = json_of(capsys, "doctor", tmp_path)
+    assert (code, report["gpus_why"], len(report["gpus"])) == (0, "", 2)
+    first, second = report["gpus"]
+    assert (first["link"], first["link_card"]) == ({"generation": 1, "width": 8}, {"generation": 5, "width": 16})
+    assert "an idle card lowers it" in first["link_why"]
+    assert "8 lanes of the card's 16" in first["link_why"]
+    assert (first["bar1_free"], second["bar1_free"]) == (255 << 30, None)
+    assert "Not Supported" in second["missing"]["bar1_free"]
+    assert main(["doctor", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    for text in (
+        "BAR1: 255.0 GiB of 256.0 GiB free", "PCIe 1 x8, the card can do PCIe 5 x16", "bar1_free unknown: nvmlDevice",
+        "memory: 100.0 GiB of 141.0 GiB free", "numa_node unknown: the system names none",
+    ):  # fmt: skip
+        assert text in out
+
+
+def test_the_drive_of_a_directory_is_told(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Drive(("nvme0n1",), 1, (Link(4, 4),), "")
+    monkeypatch.setattr(doctor_job, "drive_of", lambda path: drive if path == tmp_path else None)
+    _, report = json_of(capsys, "doctor", tmp_path)
+    told = {"disks": ["nvme0n1"], "numa_node": 1, "links": [{"generation": 4, "width": 4}], "why": ""}
+    assert report["directories"][0]["drive"] == told
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "drive nvme0n1, NUMA node 1, PCIe 4 x4: 7.9 GB/s at most" in capsys.readouterr().out
 
 
 def test_it_cannot_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
