@@ -26,6 +26,7 @@ help: ## this list
 	@echo
 	@echo 'VENV=.venv PYTHON=python3.11 choose the environment; ARGS="..." is handed to the demo, the tests or the bench.'
 
+# libkvx_cuda comes with libkvx where nvcc is found; where not, setup.py says so and all else works.
 install: $(LIBRARY) ## make .venv with the pinned packages, build csrc, install kvxfer into it (editable)
 
 demo: install ## the main job: a sharded cache to disk and back under another sharding, one block lost
@@ -60,12 +61,12 @@ check: install ## format, lint, types, floors
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
+	@$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/cuda/*.h csrc/cuda/*.cu
 
 format: install ## rewrite the sources as check wants them
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
-	@$(BIN)/clang-format -i csrc/*.h csrc/*.cpp
+	@$(BIN)/clang-format -i csrc/*.h csrc/*.cpp csrc/cuda/*.h csrc/cuda/*.cu
 
 bench: install ## converter and engine rows against their peers; DIR=/mnt/nvme says where; 1 on any wrong byte
 	@$(BIN)/python -m bench $(if $(DIR),--dir $(DIR)) $(ARGS)
@@ -94,7 +95,7 @@ test-tsan: install ## the tests over csrc built with ThreadSanitizer
 	KVXFER_LIBRARY=$(CURDIR)/build/tsan/$(LIBRARY) $(BIN)/python -m pytest $(THREADED) $(ARGS)
 
 clean: ## remove what was built; .venv stays
-	@rm -rf build dist *.egg-info $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf build dist *.egg-info $(LIBRARY) kvxfer/libkvx_cuda.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@rm -f $(VENV)/.package
 	@find kvxfer tests bench -name __pycache__ -prune -exec rm -rf {} +
 
@@ -111,7 +112,7 @@ $(VENV)/.package: $(VENV)/.requirements pyproject.toml setup.py
 	@$(PIP) install --no-build-isolation --no-deps -e .
 	@touch $@
 
-$(LIBRARY): setup.py $(wildcard csrc/*.cpp csrc/*.h) | $(VENV)/.package
+$(LIBRARY): setup.py $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*) | $(VENV)/.package
 	@echo "building csrc into $@"
 	@$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
