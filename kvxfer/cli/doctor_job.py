@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer import probe
+from kvxfer.cli.doctor_calibration import calibration
 from kvxfer.cli.output import as_object
 from kvxfer.config import EngineConfig, StoreConfig, staging_buffer, staging_plan
 from kvxfer.errors import ConfigError, KvxferError
@@ -38,6 +39,7 @@ class Plan:
     blocks_per_chunk: int
     capacity_bytes: int | None
     timeout_s: float = probe.TIMEOUT_S  # of each question that may get no answer
+    calibrate: bool = False  # which copy engine suits the device: then there must be one
 
     def __post_init__(self) -> None:
         if self.preset is not None and self.chunk_bytes is not None:
@@ -129,6 +131,7 @@ class Report:
     limits: dict[str, int | None]
     memory: Memory
     directories: tuple[Directory, ...] = field(default_factory=tuple)
+    calibration: probe.Probe | None = None  # None: nobody asked
 
     @property
     def problems(self) -> list[str]:
@@ -136,6 +139,8 @@ class Report:
         library = self.machine.library
         found = [] if library.ok else [library.why]
         found += [self.memory.problem] if self.memory.problem else []
+        if self.calibration is not None and not self.calibration.ok:
+            found.append(f"copy engines: {self.calibration.why}")
         return found + [f"{place.path}: {place.problem}" for place in self.directories if place.problem]
 
     @property
@@ -154,17 +159,20 @@ class Report:
             "limits": self.limits,
             "memory": asdict(self.memory),
             "directories": [asdict(place) for place in self.directories],
+            "calibration": None if self.calibration is None else as_object(self.calibration),
         }
 
 
 def examine(plan: Plan) -> Report:
     """Looks at everything; what does not answer is given up after a while, and said."""
+    machine = probe.machine(plan.timeout_s)
     return Report(
         versions=probe.versions(),
-        machine=probe.machine(plan.timeout_s),
+        machine=machine,
         limits=probe.limits(),
         memory=plan.memory(),
         directories=tuple(check_directory(path, capacity_bytes=plan.capacity_bytes) for path in plan.directories),
+        calibration=calibration(machine.cuda, plan.timeout_s) if plan.calibrate else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as C
 import shutil
 import subprocess
 from pathlib import Path
@@ -30,7 +31,7 @@ class FakeRuntime:
         assert done.returncode == 0, done.stderr
         self.cuda = _cuda.load(self.path)
         self._dll: Any = self.cuda._dll
-        self._dll.fake_notes.restype = _cuda.C.c_char_p
+        self._dll.fake_notes.restype = C.c_char_p
 
     def reset(self) -> None:
         """Forget faults, notes, registrations."""
@@ -42,7 +43,7 @@ class FakeRuntime:
 
     def shift(self, nbytes: int) -> None:
         """The device sees pinned memory so many bytes beside where the host does."""
-        self._dll.fake_shift(_cuda.C.c_uint64(nbytes))
+        self._dll.fake_shift(C.c_uint64(nbytes))
 
     @property
     def notes(self) -> list[tuple[str, int, int]]:
