@@ -26,7 +26,7 @@ from kvxfer.geometry import KVGeometry, ShardSpec
 from kvxfer.layout import PageLayout, kvx1_mapping
 from kvxfer.mapping import CanonicalMapping
 
-__all__ = ["CopyBench", "Workload", "engines_of", "identity_of", "measure_here"]
+__all__ = ["CopyBench", "Lane", "Workload", "engines_of", "identity_of", "measure_here"]
 
 POISON = 0xA5
 HEADS, PLANES, TOKENS = 2, 2, 4
@@ -92,6 +92,62 @@ class Workload:
         return local.astype(np.uint64).reshape(-1), canonical.astype(np.uint64).reshape(-1)
 
 
+class Lane:
+    """A stream of a device, and how long things take on it. It belongs to the thread that made it.
+
+    Args:
+        device: torch's label of it; "cpu", where steps are done when they return, for tests.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device, self.on_device = device, device != "cpu"
+        self.handle = 1  # cudaStream_t
+        if self.on_device:
+            torch.cuda.set_device(device)
+            self.stream = torch.cuda.Stream(device)
+            self.handle = int(self.stream.cuda_stream)
+
+    def current(self) -> Any:
+        """A context in which it is torch's current stream."""
+        return torch.cuda.stream(self.stream) if self.on_device else nullcontext()
+
+    def synchronize(self) -> None:
+        """Waits for all that the device has to do."""
+        if self.on_device:
+            torch.cuda.synchronize(self.device)
+
+    def pinned(self, *shape: int) -> Any:
+        """Host memory that the device reaches: uint8."""
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self.on_device)
+
+    def empty(self, *shape: int) -> Any:
+        """Memory of the device: uint8."""
+        return torch.empty(shape, dtype=torch.uint8, device=self.device)
+
+    def once(self, step: Callable[[], None]) -> None:
+        """Does it, to its end."""
+        with self.current():
+            step()
+        self.synchronize()
+
+    def seconds(self, step: Callable[[], None], repeats: int = 1) -> float:
+        """What a step takes, of several one after the other."""
+        self.synchronize()
+        if not self.on_device:
+            start = time.perf_counter()
+            for _ in range(repeats):
+                step()
+            return (time.perf_counter() - start) / repeats
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with self.current():
+            begin.record()
+            for _ in range(repeats):
+                step()
+            end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / repeats
+
+
 class CopyBench:
     """A `calibration.Bench` on a device. It belongs to the thread that made it.
 
@@ -101,23 +157,18 @@ class CopyBench:
     """
 
     def __init__(self, device: str, cuda: _cuda.Cuda | None = None) -> None:
-        self.device, self.cuda = device, cuda
-        self.on_device = device != "cpu"
-        self._work: tuple[int, int] | None = None
-        if self.on_device:
-            torch.cuda.set_device(device)
-            self._stream = torch.cuda.Stream(device)
-            self._handle = int(self._stream.cuda_stream)
-            if cuda is not None:
-                cuda.set_device(torch.device(device).index or 0)
-        else:
-            self._handle = 1
+        self.lane, self.cuda = Lane(device), cuda
+        self.work: Workload | None = None
+        self.host: Any = None  # chunks in pinned memory
+        self.stage: Any = None  # chunks on the device
+        self._made: tuple[int, int] | None = None
+        if self.lane.on_device and cuda is not None:
+            cuda.set_device(torch.device(device).index or 0)
 
     def close(self) -> None:
         """Gives its memory back."""
-        self.work = self.host = self.stage = None
-        self._work = None
-        if self.on_device:
+        self.work = self.host = self.stage = self._made = None
+        if self.lane.on_device:
             torch.cuda.empty_cache()
 
     def timed(self, engine: str, direction: str, fragment_bytes: int, fragments: int) -> float:
@@ -125,35 +176,24 @@ class CopyBench:
         self.prepare(fragment_bytes, fragments)
         step = self.step(engine, direction)
         self.poison(direction)
-        with self.current():
-            step()  # compiles, and warms up
+        self.lane.once(step)  # compiles, and warms up
         self.check(direction)
         self.poison(direction)
-        once = self.seconds(step, 1)
-        taken = self.seconds(step, max(1, min(MOST_REPEATS, int(REPEAT_S / max(once, 1e-6)))))
+        once = self.lane.seconds(step)
+        taken = self.lane.seconds(step, max(1, min(MOST_REPEATS, int(REPEAT_S / max(once, 1e-6)))))
         self.check(direction)
         return taken
 
     def prepare(self, fragment_bytes: int, fragments: int) -> None:
         """Makes the pages, the pinned memory and the staging, unless they are there."""
-        if self._work == (fragment_bytes, fragments):
+        if self._made == (fragment_bytes, fragments):
             return
         self.close()
-        self.work = Workload(self.device, fragment_bytes, fragments)
+        self.work = Workload(self.lane.device, fragment_bytes, fragments)
         shape = self.work.payload.shape
-        self.host = torch.empty(shape, dtype=torch.uint8, pin_memory=self.on_device)
-        self.stage = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        self.host, self.stage = self.lane.pinned(*shape), self.lane.empty(*shape)
         launch.prepare(self.work.pages, self.work.mapping)
-        self._work = (fragment_bytes, fragments)
-
-    def current(self) -> Any:
-        """A context in which the bench's stream is torch's current one."""
-        return torch.cuda.stream(self._stream) if self.on_device else nullcontext()
-
-    def synchronize(self) -> None:
-        """Waits for all of the bench's work."""
-        if self.on_device:
-            torch.cuda.synchronize(self.device)
+        self._made = (fragment_bytes, fragments)
 
     def step(self, engine: str, direction: str, programs: int | None = None) -> Callable[[], None]:
         """What moves all fragments once, on the current stream."""
@@ -190,7 +230,7 @@ class CopyBench:
         sizes = np.full(len(local), work.nbytes // len(local), np.uint64)
 
         def copy() -> None:
-            if (how := cuda.copy_batch(targets, sources, sizes, self._handle)) != "batch":
+            if (how := cuda.copy_batch(targets, sources, sizes, self.lane.handle)) != "batch":
                 raise DeviceError(f"this driver has no cudaMemcpyBatchAsync: it was a {how}")
 
         return copy
@@ -206,40 +246,19 @@ class CopyBench:
         else:
             host.copy_(torch.from_numpy(work.payload))
             work.tensor.fill_(POISON)
-        self.synchronize()
+        self.lane.synchronize()
 
     def check(self, direction: str) -> None:
         """Raises WrongBytes unless what a step has written is what it must be, and nothing beside it was touched."""
         work, host = self.work, self.host
         assert work is not None and host is not None
-        self.synchronize()
+        self.lane.synchronize()
         if direction == "store":
             got, want = host.numpy()[:, work.moved], work.payload[:, work.moved]
         else:
             got, want = work.tensor.cpu().numpy().reshape(work.pool.shape), work.pool
         if not np.array_equal(got, want):
             raise WrongBytes(f"{np.count_nonzero(got != want)} of {want.size} bytes differ")
-
-    def seconds(self, step: Callable[[], None], repeats: int) -> float:
-        """What a step takes, several one after the other."""
-        self.synchronize()
-        if not self.on_device:
-            start = time.perf_counter()
-            for _ in range(repeats):
-                step()
-            return (time.perf_counter() - start) / repeats
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with self.current():
-            begin.record()
-            for _ in range(repeats):
-                step()
-            end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / repeats
-
-    work: Workload | None = None
-    host: Any = None
-    stage: Any = None
 
 
 def identity_of(device: probe.Probe, index: int = 0) -> Identity:
