@@ -232,7 +232,8 @@ def _move(
         units = chunks * segments * parts
         kernels.move_planes[(_grid(units, programs),)](
             plan.planes, *tables, shape.block_stride, shape.fragment_stride, shape.planes,
-            segments, parts, tiles, units, **_plane_sizes(shape, vector), LONG=_long(plan.sums, vector, shape), **options,
+            segments, parts, tiles, units,
+            **_plane_sizes(shape, vector), LONG=_long(plan.sums, vector, shape), **options,
         )  # fmt: skip
 
 
