@@ -19,7 +19,7 @@ DIR ?=
 ARGS ?=
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: help install demo test test-slow test-gpu test-vllm test-vllm-full test-asan test-tsan check format bench bench-vllm build/vllm clean
+.PHONY: help install demo test test-slow test-gpu test-vllm test-vllm-full test-asan test-tsan check format bench bench-gpu bench-vllm build/vllm clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
@@ -39,10 +39,9 @@ test: install ## every test that needs no GPU, but for the slow ones; JOBS=1 one
 test-slow: install ## the slow ones: more of what the others try a little of
 	@$(BIN)/python -m pytest -m 'slow and not gpu and not gds' --timeout 900 $(ARGS)
 
-test-gpu: install ## the tests marked gpu; a missing GPU is a failure, not a skip
+test-gpu: install ## the tests marked gpu and gds; a missing GPU is a failure, not a skip
 	@nvidia-smi -L 2>/dev/null | grep -q . || { echo "make test-gpu: nvidia-smi shows no GPU here" >&2; exit 1; }
-	@$(BIN)/python -m pytest -m 'gpu or gds' $(ARGS) || \
-	{ test $$? = 5 && echo "make test-gpu: there are no GPU tests yet" >&2; exit 1; }
+	@$(BIN)/python -m pytest -m 'gpu or gds' -rs $(ARGS)
 
 # Each vLLM in an environment of its own, with kvxfer installed as a user has it: from a wheel. The tests run in a folder
 # that has links to them and not the sources, or those would be imported instead. Engines of a few GB run side by side.
@@ -70,6 +69,9 @@ format: install ## rewrite the sources as check wants them
 
 bench: install ## converter and engine rows against their peers; DIR=/mnt/nvme says where; 1 on any wrong byte
 	@$(BIN)/python -m bench $(if $(DIR),--dir $(DIR)) $(ARGS)
+
+bench-gpu: install ## on a GPU: builds, tests, measures, and writes bench/results/ (bench/gpu/README.md)
+	@$(BIN)/python -m bench.gpu $(if $(DIR),--dir $(DIR)) $(ARGS)
 
 bench-vllm: $(VLLM_VENV)/.kvxfer build/vllm ## beside vLLM's own fs tier, and in the real engine, in .venv-vllm; DIR=/mnt/nvme says where
 	@cd build/vllm && for room in tier ttft; do \

@@ -30,7 +30,7 @@ def run(work: Work) -> None:
     bench = CopyBench(settings.device, cuda)
     full = [(fragment, _whole(settings.filled_bytes // fragment)) for fragment in settings.fragments]
     grid = [(fragment, _whole(count)) for count in settings.counts for fragment in settings.fragments]
-    for fragment, fragments in [*full, *grid]:
+    for fragment, fragments in dict.fromkeys([*full, *grid]):
         name = f"{fragments:,} x {fragment} B"
         if fragment * fragments > settings.copy_bytes:
             work.cut(f"{name}: more than {settings.copy_bytes >> 20} MiB")

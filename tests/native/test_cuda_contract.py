@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import inspect
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from kvxfer import _cuda, probe
 from kvxfer.errors import DeviceError, NativeError
 from kvxfer.probe import Probe
+from tests.native.cuda_double import FakeCuda
 from tests.native.cuda_libraries import ROOT, SOURCE, FakeRuntime
 
 CODE = re.sub(r"/\*.*?\*/", "", SOURCE.with_suffix(".h").read_text(), flags=re.DOTALL)
@@ -100,6 +102,33 @@ def _nvcc_version() -> str:
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     return said.split("release ")[1].split(",")[0]
+
+
+def test_the_double_in_python_has_the_same_face() -> None:
+    def face(kind: type) -> dict[str, list[tuple[str, object]]]:
+        methods = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
+        return {
+            name: [(one.name, one.default) for one in inspect.signature(method).parameters.values()]
+            for name, method in methods.items()
+        }
+
+    assert face(FakeCuda) == face(_cuda.Cuda)
+
+
+def test_the_double_in_python_holds_what_it_is_told() -> None:
+    cuda, memory = FakeCuda(), np.arange(100, dtype=np.uint8)
+    at, numbers = memory.ctypes.data, np.array([10], np.uint64)
+    assert cuda.copy_batch(numbers + np.uint64(at), numbers * 0 + np.uint64(at + 50), numbers, 1) == "batch"
+    assert memory[9:21].tolist() == [9, *range(50, 60), 20]
+    held = _cuda.Registration(cuda, at, 100)
+    assert (held.pinned, cuda.where(at + 99).memory) == (True, "pinned")
+    again = _cuda.Registration(cuda, at, 100)
+    assert (again.pinned, again.why) == (False, "cudaErrorHostMemoryAlreadyRegistered (712)")
+    held.release()
+    assert cuda.where(at).memory == "pageable"
+    cuda.fail["copy"] = DeviceError("lost")
+    with pytest.raises(DeviceError, match="lost"):
+        cuda.copy(at, at, 1, 1)
 
 
 # ---- whether it may be used
