@@ -190,9 +190,7 @@ def relative(pattern: str) -> list[str]:
 os.chdir(Path(__file__).resolve().parent)
 extensions = [Extension(LIBRARY, sources=relative("*.cpp"), depends=[*relative("*.h"), "setup.py"])]
 if cuda_sources := relative("cuda/*.cu"):
-    extensions.append(
-        Extension(CUDA_LIBRARY, sources=cuda_sources, depends=[*relative("cuda/*.h"), "setup.py"], optional=True)
-    )
+    extensions.append(Extension(CUDA_LIBRARY, sources=cuda_sources, depends=[*relative("cuda/*.h"), "setup.py"]))
 setup(
     ext_modules=extensions,
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": AnyPython},

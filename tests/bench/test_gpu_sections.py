@@ -104,6 +104,14 @@ def test_wrong_conversions_are_seen(
     assert len(wrong(section)) == 2 * len(cases)  # in both layouts
 
 
+def test_bytes_that_turn_wrong_while_they_are_timed_get_no_number(settings: Settings, converter: Converter) -> None:
+    calls = iter(range(10**6))
+    converter.spoil["gather"] = lambda out: next(calls) >= 1 and first_byte(out)
+    section = measured(copies.run, replace(settings, fragments=(256,), counts=(16,)))
+    first = next(row for row in section.rows if row.impl == "pack" and row.case.startswith("store"))
+    assert (first.ok, first.why.split(":")[0]) == ("WRONG", "after it was timed")
+
+
 def test_a_conversion_that_does_nothing_is_wrong(
     settings: Settings, converter: Converter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +190,14 @@ def test_a_page_that_comes_back_wrong_is_seen(settings: Settings, monkeypatch: p
     section = measured(engine.run, settings)
     assert [row.ok for row in section.rows] == ["WRONG"]
     assert "the pages differ" in section.rows[0].why
+
+
+def test_a_load_that_later_does_nothing_is_wrong(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier round left in the pages must not pass for its own."""
+    load, times = engine.Run.load_all, iter(range(100))
+    monkeypatch.setattr(engine.Run, "load_all", lambda run: load(run) if next(times) < 2 else None)
+    section = measured(engine.run, settings)
+    assert [row.ok for row in section.rows] == ["WRONG"]
 
 
 def test_a_store_that_fails_gets_no_number(settings: Settings) -> None:

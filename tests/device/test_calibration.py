@@ -190,6 +190,19 @@ def test_wrong_bytes_rule_an_engine_out_for_good(tmp_path: Path) -> None:
         obtain(_never, IDENTITY, ENGINES, folder=tmp_path, config={"store": "zero"})
 
 
+def test_a_wrong_engine_stays_ruled_out_when_others_are_measured_later(tmp_path: Path) -> None:
+    def seconds(engine: str, *place: object) -> float:
+        if engine == "zero":
+            raise WrongBytes("all differ")
+        return simple(engine, *place)
+
+    obtain(FakeBench(seconds), IDENTITY, ENGINES[:2], folder=tmp_path)
+    bench = FakeBench()
+    found = obtain(bench, IDENTITY, ENGINES, folder=tmp_path)
+    assert {ask[0] for ask in bench.asked} == {"pack", "batch"}
+    assert set(found.wrong) == set(obtain(_never, IDENTITY, ENGINES, folder=tmp_path).wrong) == {"zero"}
+
+
 def test_where_every_engine_is_wrong_there_is_none() -> None:
     def seconds(*_: object) -> float:
         raise WrongBytes("all differ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as C
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -216,13 +217,18 @@ def test_a_count_that_failed_is_none(runtime: FakeRuntime) -> None:
     runtime.fail("cudaGetDeviceCount", 35)  # and leaves nonsense in its output
     with pytest.raises(DeviceError, match="35"):
         runtime.cuda.device_count()
+    runtime.fail("cudaGetDeviceCount", 35)
+    count = C.c_int32(5)
+    assert (runtime._dll.kvx_cuda_device_count(C.byref(count)), count.value) == (-35, 0)
 
 
 def test_streams(runtime: FakeRuntime) -> None:
     stream = runtime.cuda.stream_new()
     assert stream == STREAM
     runtime.fail("cudaStreamQuery", 600)  # not ready
-    assert [runtime.cuda.stream_done(stream), runtime.cuda.stream_done(stream)] == [False, True]
+    assert not runtime.cuda.stream_done(stream)
+    assert runtime.last_error == 0
+    assert runtime.cuda.stream_done(stream)
     runtime.fail("cudaStreamQuery", 700)
     with pytest.raises(DeviceError, match="700"):
         runtime.cuda.stream_done(stream)
