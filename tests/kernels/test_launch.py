@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -372,11 +373,12 @@ def test_read_only_pages_can_be_gathered_and_not_written(recorder: Recorder) -> 
 
 def test_a_mapping_of_other_pages(recorder: Recorder, pages: KVPages) -> None:
     other = rank_pages(MODEL, "nhd", blocks_per_chunk=2, padding=8).mapping
-    for call in (
+    calls: tuple[Callable[[], Any], ...] = (
         lambda: launch.gather(pages, IDS, other, GOOD["stage"]),
         lambda: launch.scatter(GOOD["stage"], IDS, other, pages),
         lambda: launch.prepare(pages, other),
-    ):
+    )
+    for call in calls:
         with pytest.raises(LayoutError, match="another layout"):
             call()
     assert recorder.launches == []
