@@ -13,7 +13,7 @@ from kvxfer.device import calibration
 from kvxfer.device.calibration import DIRECTIONS, ENGINES, Point, WrongBytes, calibrate
 from kvxfer.errors import DeviceError
 from tests.device.converter_double import Converter, first_byte, last_byte
-from tests.native.cuda_libraries import FakeRuntime
+from tests.native.cuda_libraries import FakeRuntime, fake_runtime
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -23,9 +23,11 @@ from kvxfer.device import copy_bench  # noqa: E402
 from kvxfer.device.copy_bench import CopyBench, Workload, driver_version  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> FakeRuntime:
-    return FakeRuntime(tmp_path_factory.mktemp("cuda"))
+@pytest.fixture
+def fake_cuda() -> FakeRuntime:
+    runtime = fake_runtime()
+    runtime.reset()
+    return runtime
 
 
 @pytest.fixture
@@ -37,7 +39,6 @@ def converter(monkeypatch: pytest.MonkeyPatch) -> Converter:
 
 @pytest.fixture
 def bench(converter: Converter, fake_cuda: FakeRuntime) -> CopyBench:
-    fake_cuda.reset()
     return CopyBench("cpu", fake_cuda.cuda)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes as C
 import shutil
 import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +63,11 @@ class FakeRuntime:
     def last_error(self) -> int:
         """What somebody else would find with cudaGetLastError."""
         return int(self._dll.fake_last_error())
+
+
+@cache
+def fake_runtime() -> FakeRuntime:
+    """One for all tests of this process: `reset` before use."""
+    folder = Path(tempfile.mkdtemp(prefix="kvxfer-fake-cudart-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return FakeRuntime(folder)
