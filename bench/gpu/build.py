@@ -74,7 +74,7 @@ def call(work: Work, root: Path, *arguments: str) -> tuple[int, str]:
     child = subprocess.Popen(
         [sys.executable, *arguments], cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-        env=os.environ | {"PYTHONPATH": _paths(root)},
+        env=os.environ | {"PYTHONPATH": _paths(root), "TRITON_INTERPRET": "0"},
     )  # fmt: skip
     try:
         said, _ = child.communicate(timeout=max(work.left, 1.0))

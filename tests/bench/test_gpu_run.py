@@ -293,6 +293,8 @@ def work_for(rig: Rig, seconds: float = 60.0) -> Work:
 def test_a_child_is_ended_with_the_sections_time(rig: Rig) -> None:
     work = work_for(rig, 0.5)
     assert call(work, ROOT, "-c", "print('hello'); raise SystemExit(3)") == (3, "hello\n")
+    code = "import os, kvxfer; print(os.environ['TRITON_INTERPRET'], kvxfer.__file__)"
+    assert call(work, ROOT, "-c", code) == (0, f"0 {ROOT / 'kvxfer' / '__init__.py'}\n")
     code, said = call(work, ROOT, "-c", "import time; print('begun', flush=True); time.sleep(100)")
     assert (code, said) == (-9, "begun\n\nended after the section's time")
 
