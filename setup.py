@@ -1,8 +1,14 @@
 """Builds csrc/*.cpp into kvxfer/libkvx.so, one C ABI library without Python headers (see pyproject.toml for the rest).
 
+Where nvcc is found, csrc/cuda/*.cu becomes kvxfer/libkvx_cuda.so too. Everything but some copies to and from GPUs works
+without it, so nothing that is wrong with nvcc fails the build: the reason is printed.
+
 Environment:
     CXX               the compiler (may carry arguments); else the first of g++, c++, clang++ that is installed
     CXXFLAGS          appended to the compiler's arguments
+    NVCC              the CUDA compiler (may carry arguments); else nvcc on PATH, or in CUDA_HOME or /usr/local/cuda
+    NVCCFLAGS         appended to its arguments
+    KVXFER_CUDA       0: libkvx_cuda is not built (nor loaded)
     KVXFER_SANITIZE   1 or address: AddressSanitizer and UBSan; thread: ThreadSanitizer; empty or 0: none
 """
 
@@ -21,8 +27,15 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, PlatformError
 
 LIBRARY = "kvxfer.libkvx"
+CUDA_LIBRARY = "kvxfer.libkvx_cuda"
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
+# No code for GPUs is in it, so no architecture is named. The runtime's own names stay inside: torch brings another.
+CUDA_FLAGS = [
+    "-shared", "-cudart", "static", "-std=c++17", "-O2",
+    "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra", "-Xlinker", "--exclude-libs=ALL",
+]  # fmt: skip
+CUDA_TIMEOUT_S = 600
 SANITIZERS = {
     "": [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g"],
@@ -58,8 +71,64 @@ def sanitizer() -> str:
     return name
 
 
+def find_nvcc() -> tuple[list[str], str]:
+    """The CUDA compiler's command line; or nothing, and why libkvx_cuda is not built."""
+    if (wanted := os.environ.get("KVXFER_CUDA", "")) not in ("", "0", "1"):
+        raise PlatformError(f"KVXFER_CUDA={wanted!r} is unknown; allowed are 1, 0")
+    if wanted == "0":
+        return [], "KVXFER_CUDA=0"
+    if sanitizer():
+        return [], "sanitizers are for libkvx"
+    if command := shlex.split(os.environ.get("NVCC", "")):
+        return (command, "") if shutil.which(command[0]) else ([], f"NVCC={os.environ['NVCC']!r} is not installed")
+    homes = [os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    for name in ["nvcc", *(os.path.join(home, "bin", "nvcc") for home in homes if home)]:
+        if found := shutil.which(name):
+            return [found], ""
+    return [], "no nvcc was found"
+
+
 class BuildLibrary(build_ext):
     """Compiles what is out of date, side by side, and links."""
+
+    def build_extensions(self) -> None:
+        """Builds libkvx, which must succeed, and libkvx_cuda, which may be left out."""
+        for ext in list(self.extensions):
+            if ext.name != CUDA_LIBRARY:
+                self.build_extension(ext)
+            elif why := self.build_cuda(ext):
+                print(f"libkvx_cuda is not built: {why}", flush=True)
+                self.extensions.remove(ext)  # or it would be looked for where it is installed
+
+    def build_cuda(self, ext: Extension) -> str:
+        """Builds libkvx_cuda unless it is up to date; else why it is not there."""
+        compiler, why = find_nvcc()
+        if not compiler:
+            return why
+        target = Path(self.get_ext_fullpath(ext.name))
+        folder = Path("build") / f"csrc-cuda-{self.plat_name}"  # as the objects of libkvx, for every kind of build
+        built, stamp = folder / target.name, folder / "command"
+        command = [*compiler, *CUDA_FLAGS, *shlex.split(os.environ.get("NVCCFLAGS", "")), *ext.sources]
+        newest = max(Path(name).stat().st_mtime for name in [*ext.sources, *ext.depends])
+        known = stamp.exists() and stamp.read_text() == shlex.join(command)
+        if self.force or not known or not built.exists() or built.stat().st_mtime < newest:
+            folder.mkdir(parents=True, exist_ok=True)
+            built.unlink(missing_ok=True)
+            try:
+                done = subprocess.run(
+                    [*command, "-o", str(built)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT, text=True, errors="replace", timeout=CUDA_TIMEOUT_S,
+                )  # fmt: skip
+            except (OSError, subprocess.TimeoutExpired) as exc:
+                return f"{type(exc).__name__}: {exc}"
+            if done.returncode or not built.exists():
+                return f"exit status {done.returncode} from: {shlex.join(command)}\n{done.stdout}".rstrip()
+            stamp.write_text(shlex.join(command))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Under another name first: a process may have the old one mapped.
+        shutil.copyfile(built, fresh := target.with_name(f".{target.name}.{os.getpid()}"))
+        os.replace(fresh, target)
+        return ""
 
     def get_ext_filename(self, fullname: str) -> str:
         """The library has no Python ABI in its name: it uses none."""
@@ -119,7 +188,10 @@ def relative(pattern: str) -> list[str]:
 
 
 os.chdir(Path(__file__).resolve().parent)
+extensions = [Extension(LIBRARY, sources=relative("*.cpp"), depends=[*relative("*.h"), "setup.py"])]
+if cuda_sources := relative("cuda/*.cu"):
+    extensions.append(Extension(CUDA_LIBRARY, sources=cuda_sources, depends=[*relative("cuda/*.h"), "setup.py"]))
 setup(
-    ext_modules=[Extension(LIBRARY, sources=relative("*.cpp"), depends=[*relative("*.h"), "setup.py"])],
+    ext_modules=extensions,
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": AnyPython},
 )

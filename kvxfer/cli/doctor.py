@@ -15,7 +15,7 @@ from kvxfer.probe import TIMEOUT_S
 
 EPILOG = (
     "Exit codes: 0 all that this version needs works; 1 something that it needs does not (the library, a DIR, the "
-    "limit of open files); 2 a bad option."
+    "limit of open files; with --calibrate, a device whose copy engines could be measured); 2 a bad option."
 )
 
 
@@ -43,6 +43,10 @@ def command(
     timeout: Annotated[
         float, typer.Option(metavar="S", help="Seconds that a driver or a library may take to answer.")
     ] = TIMEOUT_S,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Show which copy engine suits the GPU here; measure what is not known yet."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what works here and why not: versions, devices, I/O mode of directories, memory of a configuration."""
@@ -55,6 +59,7 @@ def command(
             blocks_per_chunk=blocks_per_chunk,
             capacity_bytes=capacity_bytes,
             timeout_s=timeout,
+            calibrate=calibrate,
         )
         report = examine(plan)
         if as_json:

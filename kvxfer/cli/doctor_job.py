@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer import probe
+from kvxfer.cli.doctor_calibration import calibration
 from kvxfer.cli.output import as_object
 from kvxfer.config import EngineConfig, StoreConfig, staging_buffer, staging_plan
 from kvxfer.errors import ConfigError, KvxferError
@@ -40,6 +41,7 @@ class Plan:
     blocks_per_chunk: int
     capacity_bytes: int | None
     timeout_s: float = probe.TIMEOUT_S  # of each question that may get no answer
+    calibrate: bool = False  # which copy engine suits the device: then there must be one
 
     def __post_init__(self) -> None:
         if self.preset is not None and self.chunk_bytes is not None:
@@ -133,6 +135,7 @@ class Report:
     memory: Memory
     directories: tuple[Directory, ...] = field(default_factory=tuple)
     gpus: Gpus = field(default_factory=Gpus)
+    calibration: probe.Probe | None = None  # None: nobody asked
 
     @property
     def problems(self) -> list[str]:
@@ -140,6 +143,8 @@ class Report:
         library = self.machine.library
         found = [] if library.ok else [library.why]
         found += [self.memory.problem] if self.memory.problem else []
+        if self.calibration is not None and not self.calibration.ok:
+            found.append(f"copy engines: {self.calibration.why}")
         return found + [f"{place.path}: {place.problem}" for place in self.directories if place.problem]
 
     @property
@@ -160,6 +165,7 @@ class Report:
             "directories": [asdict(place) for place in self.directories],
             "gpus": [asdict(gpu) | {"link_why": gpu.link_why} for gpu in self.gpus.gpus],
             "gpus_why": self.gpus.why,
+            "calibration": None if self.calibration is None else as_object(self.calibration),
         }
 
 
@@ -173,6 +179,7 @@ def examine(plan: Plan) -> Report:
         memory=plan.memory(),
         directories=tuple(check_directory(path, capacity_bytes=plan.capacity_bytes) for path in plan.directories),
         gpus=ask_gpus(plan.timeout_s) if machine.nvml.ok else Gpus(why=machine.nvml.why),
+        calibration=calibration(machine.cuda, plan.timeout_s) if plan.calibrate else None,
     )
 
 

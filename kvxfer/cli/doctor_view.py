@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from kvxfer.cli.doctor_calibration import lines
 from kvxfer.cli.output import clean, screen, size
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ def show(report: Report, console: Console | None = None) -> None:
     _heading(console, "Directories")
     for place in report.directories:
         _show_directory(console, place)
+    if report.calibration is not None:
+        _heading(console, "Copy engines")
+        _line(console, WORKS if report.calibration.ok else FAILS, "calibration", report.calibration.why)
+        for name, text in lines(report.calibration):
+            _line(console, WORKS, name, text)
+        for note in report.calibration.found.get("notes", ()):
+            _more(console, note)
     console.print()
     for problem in report.problems:
         console.print(Text(f"Does not work: {clean(problem)}", style="bold red"))
