@@ -395,6 +395,16 @@ def test_pages_in_host_memory_need_the_interpreter(
     assert recorder.launches == []
 
 
+def test_host_memory_beside_a_device_must_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.zeros((1, 4), dtype=torch.int64)
+    with pytest.raises(LayoutError, match="sums is on cpu: want cuda:0, or pinned host memory"):
+        launch._check_tensor("sums", here, "cuda:0", (torch.int64,), (1, 4))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    launch._check_tensor("sums", here, "cuda:0", (torch.int64,), (1, 4))
+    with pytest.raises(LayoutError, match="sums is on meta: want cuda:0"):
+        launch._check_tensor("sums", here.to("meta"), "cuda:0", (torch.int64,), (1, 4))
+
+
 def test_ids_are_checked_on_the_host(pages: KVPages) -> None:
     launch.check_block_ids(pages, pages.mapping, IDS.numpy())
     launch.check_distinct(IDS.numpy())
