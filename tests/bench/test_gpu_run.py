@@ -295,8 +295,8 @@ def test_a_child_is_ended_with_the_sections_time(rig: Rig) -> None:
     assert call(work, ROOT, "-c", "print('hello'); raise SystemExit(3)") == (3, "hello\n")
     code = "import os, kvxfer; print(os.environ['TRITON_INTERPRET'], kvxfer.__file__)"
     assert call(work, ROOT, "-c", code) == (0, f"0 {ROOT / 'kvxfer' / '__init__.py'}\n")
-    code, said = call(work, ROOT, "-c", "import time; print('begun', flush=True); time.sleep(100)")
-    assert (code, said) == (-9, "begun\n\nended after the section's time")
+    answer = call(work, ROOT, "-c", "import time; print('begun', flush=True); time.sleep(100)")
+    assert answer == (-9, "begun\n\nended after the section's time")
 
 
 def test_pytest_takes_the_options_that_it_has_plugins_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
