@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import _native
-from kvxfer.convert.pages import KVPages, check_gather, check_mapping, check_scatter
+from kvxfer.convert.pages import KVPages, check_gather, check_host, check_mapping, check_scatter
 from kvxfer.errors import LayoutError
 from kvxfer.mapping import CanonicalMapping
 
@@ -26,9 +26,10 @@ def mapping_handle(pages: KVPages, mapping: CanonicalMapping, live: bool = True)
         live: False where the tensors become live only by a load's result (host rows); see kvx.h.
 
     Raises:
-        LayoutError: the mapping does not fit the tensors.
+        LayoutError: the mapping does not fit the tensors, or they are in a device's memory.
         NativeError: libkvx cannot be loaded.
     """
+    check_host(pages)
     check_mapping(pages, mapping)
     key = (id(mapping), live)
     with pages.lock:

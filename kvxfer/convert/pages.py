@@ -23,16 +23,30 @@ class KVPages:
     The tensors' shapes and dtypes are not looked at: `mapping` declares where blocks are. Only the memory that a tensor
     spans, from its first element to its last, is ever touched, and within it only pages.
 
+    `device` is "cpu", or torch's label of the device whose memory they are in, "cuda:0": those are moved by launch.py.
+
     Args:
         mapping: made for these tensors; other mappings of the same local layout can be used with this object too.
-        tensors: numpy arrays or CPU torch tensors, in the mapping's order.
+        tensors: numpy arrays, CPU torch tensors, or torch tensors of one CUDA device, in the mapping's order.
         num_blocks: blocks that each of them has.
 
     Raises:
-        LayoutError: a tensor is too small for `num_blocks`, not in host memory, or shares pages with another.
+        LayoutError: a tensor is too small for `num_blocks`, in memory of another kind than the first, or shares pages
+            with another.
     """
 
-    __slots__ = ("__weakref__", "addresses", "handles", "lock", "mapping", "num_blocks", "tensors", "writable")
+    __slots__ = (
+        "__weakref__",
+        "addresses",
+        "device",
+        "handles",
+        "lock",
+        "mapping",
+        "num_blocks",
+        "plans",
+        "tensors",
+        "writable",
+    )
 
     def __init__(self, mapping: CanonicalMapping, tensors: Sequence[Any], num_blocks: int) -> None:
         if len(tensors) != mapping.num_tensors:
@@ -41,9 +55,13 @@ class KVPages:
         if num_blocks < 1:
             raise LayoutError(f"num_blocks={num_blocks} must be at least 1")
         addresses: list[int] = []
+        devices: list[str] = []
         writable = True
         for index, (tensor, local) in enumerate(zip(tensors, mapping.tensors, strict=True)):
-            address, available, may_write = memory_of(tensor, index)
+            device, address, available, may_write = _memory_of(tensor, index)
+            devices.append(device)
+            if device != devices[0]:
+                raise LayoutError(f"tensor {index} is on {device} and tensor 0 on {devices[0]}: want one device")
             if available < (wanted := span_of(local, num_blocks)):
                 raise LayoutError(
                     f"tensor {index} spans {available} bytes, but {num_blocks} blocks of stride {local.block_stride} "
@@ -55,13 +73,20 @@ class KVPages:
         self.tensors = tuple(tensors)
         self.num_blocks = num_blocks
         self.addresses = tuple(addresses)
+        self.device = devices[0]
         self.writable = writable
         self.lock = threading.Lock()
         self.handles: dict[tuple[int, bool], Any] = {}  # native.py's
+        self.plans: dict[int, Any] = {}  # launch.py's
         _refuse_shared_pages(mapping.tensors, self.addresses, num_blocks)
 
     def flat(self, tensor: int) -> NDArray[np.uint8]:
-        """Bytes of one tensor from its address to the end of its last block; writable where the tensor is."""
+        """Bytes of one tensor from its address to the end of its last block; writable where the tensor is.
+
+        Raises:
+            LayoutError: they are not in host memory.
+        """
+        check_host(self)
         return np.asarray(_Window(self, tensor))
 
 
@@ -85,15 +110,30 @@ def span_of(tensor: LocalTensor, num_blocks: int) -> int:
 
 
 def memory_of(tensor: Any, index: int) -> tuple[int, int, bool]:
-    """A tensor's address, the bytes from there to the end of its last element, and whether they may be written."""
+    """A tensor's address, the bytes from there to the end of its last element, and whether they may be written.
+
+    Raises:
+        LayoutError: it is not in host memory, or its first element is not its lowest address.
+    """
+    device, *memory = _memory_of(tensor, index)
+    if device != "cpu":
+        raise LayoutError(f"tensor {index} is on {device}: it must be in host memory")
+    address, available, writable = memory
+    return address, available, writable
+
+
+def _memory_of(tensor: Any, index: int) -> tuple[str, int, int, bool]:
+    """A tensor's device, and what `memory_of` says."""
+    device = "cpu"
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.hasobject:
             raise LayoutError(f"tensor {index} holds Python objects")
         address, writable = int(tensor.ctypes.data), bool(tensor.flags.writeable)
         strides, itemsize = tensor.strides, tensor.itemsize
     elif hasattr(tensor, "data_ptr") and hasattr(tensor, "untyped_storage"):  # torch, without importing it
-        if tensor.device.type != "cpu":
-            raise LayoutError(f"tensor {index} is on {tensor.device}: pages must be in host memory")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise LayoutError(f"tensor {index} is on {tensor.device}: want host memory, or a CUDA device's")
+        device = str(tensor.device)
         address, itemsize, writable = int(tensor.data_ptr()), int(tensor.element_size()), True
         strides = tuple(stride * itemsize for stride in tensor.stride())
     else:
@@ -102,7 +142,7 @@ def memory_of(tensor: Any, index: int) -> tuple[int, int, bool]:
         raise LayoutError(f"tensor {index} has a negative stride: its first element is not its lowest address")
     empty = 0 in tensor.shape
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    return address, 0 if empty else last + itemsize, writable
+    return device, address, 0 if empty else last + itemsize, writable
 
 
 def _refuse_shared_pages(tensors: Sequence[LocalTensor], addresses: Sequence[int], num_blocks: int) -> None:
@@ -164,21 +204,11 @@ def check_scatter(
     _check_call(pages, block_ids, mapping, src, sums)
     if not pages.writable:
         raise LayoutError("a tensor of these pages is read-only")
-    present = np.sort(block_ids[block_ids >= 0])
-    if (twice := np.flatnonzero(present[1:] == present[:-1])).size:
-        raise LayoutError(f"block {present[twice[0]]} is named twice: which of its bytes stay would be left to chance")
+    check_distinct(block_ids)
 
 
-def check_mapping(pages: KVPages, mapping: CanonicalMapping) -> None:
-    """Raises LayoutError unless `mapping` describes the tensors that `pages` was made of."""
-    if mapping is not pages.mapping and mapping.tensors != pages.mapping.tensors:
-        raise LayoutError("the mapping was made for tensors of another layout than these pages")
-
-
-def _check_call(
-    pages: KVPages, block_ids: Any, mapping: CanonicalMapping, buffer: Any, sums: NDArray[np.uint64] | None
-) -> None:
-    check_mapping(pages, mapping)
+def check_block_ids(pages: KVPages, mapping: CanonicalMapping, block_ids: Any) -> None:
+    """Raises LayoutError unless `block_ids` [n, blocks_per_chunk] are blocks of these pages, or -1."""
     per_chunk = mapping.blocks_per_chunk
     _check_array("block_ids", block_ids, np.int64)
     if block_ids.ndim != 2 or block_ids.shape[1] != per_chunk:
@@ -190,6 +220,33 @@ def _check_call(
             f"block_ids[{chunk}, {position}]={block_ids[chunk, position]} must be in 0..{pages.num_blocks - 1}, "
             "or -1 for an absent block"
         )
+
+
+def check_distinct(block_ids: NDArray[np.int64]) -> None:
+    """Raises LayoutError where a block is named twice, as those to be written must not be."""
+    present = np.sort(block_ids[block_ids >= 0])
+    if (twice := np.flatnonzero(present[1:] == present[:-1])).size:
+        raise LayoutError(f"block {present[twice[0]]} is named twice: which of its bytes stay would be left to chance")
+
+
+def check_mapping(pages: KVPages, mapping: CanonicalMapping) -> None:
+    """Raises LayoutError unless `mapping` describes the tensors that `pages` was made of."""
+    if mapping is not pages.mapping and mapping.tensors != pages.mapping.tensors:
+        raise LayoutError("the mapping was made for tensors of another layout than these pages")
+
+
+def check_host(pages: KVPages) -> None:
+    """Raises LayoutError where the pages are in a device's memory, which no host converter reaches."""
+    if pages.device != "cpu":
+        raise LayoutError(f"these pages are on {pages.device}: want host memory")
+
+
+def _check_call(
+    pages: KVPages, block_ids: Any, mapping: CanonicalMapping, buffer: Any, sums: NDArray[np.uint64] | None
+) -> None:
+    check_host(pages)
+    check_mapping(pages, mapping)
+    check_block_ids(pages, mapping, block_ids)
     chunks, stride = len(block_ids), mapping.slot.payload_stride
     _check_array("the canonical buffer", buffer, np.uint8)
     row, byte = buffer.strides if buffer.ndim == 2 and buffer.size else (stride, 1)  # of nothing, strides mean nothing
