@@ -8,7 +8,7 @@ the CPU's, and it runs at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import gcd
@@ -19,15 +19,16 @@ import torch
 import triton
 from numpy.typing import NDArray
 
+from kvxfer.convert.launch import Variant
 from kvxfer.convert.native_rows import RowMemory
 from kvxfer.convert.pages import memory_of
 from kvxfer.convert.row_kernels import move_rows
-from kvxfer.convert.row_tables import WIDEST, PlacedCell, RowTables, place_cell
+from kvxfer.convert.row_tables import TILE, WIDEST, PlacedCell, RowTables, place_cell
 from kvxfer.convert.rows import check_job
 from kvxfer.errors import DeviceError, LayoutError
 from kvxfer.rows import RowMapping
 
-__all__ = ["DeviceRowPlan", "RowJob"]
+__all__ = ["DeviceRowPlan", "RowJob", "Uploads", "variants"]
 
 _PROGRAMS_A_PROCESSOR = 16  # tiles of a page are moved one after another where there are more
 _MOST_SPAN = 16
@@ -292,3 +293,24 @@ def _memory_of(tensor: Any, index: int) -> tuple[int, int, bool]:
 
 def _processors(device: Any) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+# ---- for the offline compiler
+
+
+def variants() -> Iterator[Variant]:
+    """The kernel as plans launch it: for each width of the vectors that are not of 16 bytes, and both ways."""
+    for width in (16, 8, 4, 2, 1):
+        for way, scatter in (("gather", False), ("scatter", True)):
+            constexprs = {"WIDTH": width, "SCATTER": scatter}
+            yield Variant(
+                f"rows-{width}-{way}",
+                move_rows,
+                {"tiles": "*i64", "job": "*i64", "num_groups": "i32", "units": "i32", "span": "i32"}
+                | dict.fromkeys(constexprs, "constexpr"),
+                constexprs,
+                {(index,): [["tt.divisibility", 16]] for index in (0, 1)},
+                _WARPS,
+                width,
+                TILE * width,
+            )

@@ -1,7 +1,5 @@
 """Device code of `launch_rows`, and nothing else: every check and every table is the launcher's."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -51,7 +49,9 @@ def _move_tile(tile, block, row, position, WIDTH: tl.constexpr, SCATTER: tl.cons
     lane = tl.arange(0, TILE)
     step = tl.load(tile + PHASE).to(tl.int32) + lane
     fragment = (step * tl.load(tile + RECIPROCAL).to(tl.int32) >> SHIFT).to(tl.int64)
-    near = tl.load(tile + NEAR) + block * tl.load(tile + NEAR_BLOCK) + lane * WIDTH + fragment * tl.load(tile + NEAR_GAP)
+    near = (
+        tl.load(tile + NEAR) + block * tl.load(tile + NEAR_BLOCK) + lane * WIDTH + fragment * tl.load(tile + NEAR_GAP)
+    )
     far = row + tl.load(tile + FAR) + position * tl.load(tile + FAR_BLOCK)
     far = far + lane * WIDTH + fragment * tl.load(tile + FAR_GAP)
     word = tl.arange(0, WIDTH // BYTES)[None, :]
@@ -65,7 +65,9 @@ def _move_tile(tile, block, row, position, WIDTH: tl.constexpr, SCATTER: tl.cons
 
 
 @triton.jit(do_not_specialize=["num_groups", "units", "span"])
-def move_rows(tiles, job, num_groups, units, span, WIDTH: tl.constexpr, SCATTER: tl.constexpr):
+def move_rows(
+    tiles, job, num_groups: tl.int32, units: tl.int32, span: tl.int32, WIDTH: tl.constexpr, SCATTER: tl.constexpr
+):
     """Moves all tiles of all pages of a job between the pages' blocks and their rows.
 
     A unit is up to `span` tiles of one page; a program takes every num_programs-th, so any number of programs will do.
@@ -95,7 +97,7 @@ def move_rows(tiles, job, num_groups, units, span, WIDTH: tl.constexpr, SCATTER:
             tile = tiles + (first + number) * TILE_WORDS
             kind = tl.load(tile + KIND)
             if (kind & classes) << 1 != 0:
-                if WIDTH == 16:
+                if WIDTH == 16:  # noqa: SIM114  known to the compiler, the other not
                     _move_tile(tile, block, row, position, 16, SCATTER)
                 elif kind < 0:
                     _move_tile(tile, block, row, position, 16, SCATTER)

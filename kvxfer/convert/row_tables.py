@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import LayoutError
 from kvxfer.mapping import MAX_BYTES, CopyRun
-from kvxfer.rows import RowCell, RowMapping
+from kvxfer.rows import RowCell
 
 __all__ = ["ENTRY_DTYPE", "GROUP_DTYPE", "SHIFT", "TILE", "TILE_DTYPE", "WIDEST", "PlacedCell", "RowTables", "joined",
            "place_cell"]  # fmt: skip
@@ -138,9 +138,7 @@ class RowTables:
         self._classes = sorted({cell.writer for cells in groups for cell in cells})
         if len(self._classes) > _MAX_CLASSES:
             raise LayoutError(f"cells of {len(self._classes)} kinds of writers are more than {_MAX_CLASSES}")
-        widths = [
-            gcd(alignment, cell.width(run, per_chunk)) for cells in groups for cell in cells for run in cell.runs
-        ]
+        widths = [gcd(alignment, cell.width(run, per_chunk)) for cells in groups for cell in cells for run in cell.runs]
         self.width = min(widths, default=WIDEST)  # of vectors in tiles that are not wide
         parts: list[NDArray[np.void]] = [np.zeros(0, dtype=TILE_DTYPE)]
         self._first, self._end = [], []

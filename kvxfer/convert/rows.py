@@ -120,7 +120,7 @@ def check_job(
     num_pages: int,
     blocks_per_chunk: int,
 ) -> None:
-    """Raises LayoutError unless a plan of groups with `num_blocks` blocks each, over `num_pages` pages, can do a job."""
+    """Raises LayoutError unless a plan of groups of `num_blocks` blocks each, over `num_pages` pages, can do a job."""
     for name, array in (("block_ids", block_ids), ("pages", pages), ("group_pages", group_pages)):
         _check_array(name, array, np.int64, 1)
     if len(group_pages) != len(num_blocks) or group_pages.min(initial=0) < 0:

@@ -33,7 +33,7 @@ MAKE = {
 # Each has gather_rows and scatter_rows.
 CONVERTERS: dict[str, ModuleType] = {"reference": reference_rows, "native": native_rows, "triton": device_rows}
 with_each = pytest.mark.parametrize("convert", CONVERTERS.values(), ids=CONVERTERS)
-# Triton's interpreter takes milliseconds a tile, so of what is tried a lot it gets a part, and the rest if slow is fine.
+# Triton's interpreter takes milliseconds a tile: of what is tried a lot it gets a part, and the rest is marked slow.
 HOSTS = [CONVERTERS["reference"], CONVERTERS["native"]]
 with_each_host = pytest.mark.parametrize("convert", HOSTS, ids=["reference", "native"])
 BLOCKS = 7
