@@ -21,6 +21,12 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton reads this where a kernel is made: compiled where a GPU's tests run on a GPU, else interpreted."""
+    gpu = Path("/dev/nvidia0").exists() and "not gpu" not in config.option.markexpr
+    os.environ.setdefault("TRITON_INTERPRET", "0" if gpu else "1")
+
+
 @pytest.fixture(autouse=True)
 def no_faults_left() -> Iterator[None]:
     """Removes every fault rule after a test, and lets hanging calls go. Loads nothing by itself."""

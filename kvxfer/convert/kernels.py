@@ -15,7 +15,6 @@ import triton.language as tl
 
 __all__ = ["clear_sums", "move_planes", "move_tiles", "sum_segments"]
 
-TILE = tl.constexpr(4096)  # bytes of a tile and of a checksum row
 # Columns of the tables, int64.
 PLACE_COLUMNS = tl.constexpr(4)  # offset in the payload area, segment number, payload bytes, bytes with padding
 TILE_COLUMNS = tl.constexpr(9)  # see move_tiles
@@ -128,6 +127,7 @@ def move_planes(
         LONG: vectors of a segment, or bytes of a page, need more than 31 bits.
     """
     INDEX: tl.constexpr = tl.uint64 if LONG else tl.uint32  # unsigned: divisions become shifts or products
+    TILE: tl.constexpr = 4096
     VECTORS: tl.constexpr = TILE // VECTOR
     PAGE: tl.constexpr = FRAGMENT * FRAGMENTS
     PLANE: tl.constexpr = PAGE * BLOCKS
@@ -218,6 +218,7 @@ def move_tiles(
         blocks: of a chunk.
         units: of the call. Others as for `move_planes`.
     """
+    TILE: tl.constexpr = 4096
     VECTORS: tl.constexpr = TILE // VECTOR
     lane = tl.arange(0, VECTORS)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
@@ -273,6 +274,7 @@ def sum_segments(
 ):
     """sums[c, number of s] += the checksum of the payload of segment s of chunk c in `stage`. See `move_planes`."""
     INDEX: tl.constexpr = tl.uint64 if LONG else tl.uint32
+    TILE: tl.constexpr = 4096
     VECTORS: tl.constexpr = TILE // VECTOR
     lane = tl.arange(0, VECTORS).to(INDEX)
     columns = _columns(lane, k1, VECTOR)

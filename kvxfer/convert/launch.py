@@ -10,6 +10,7 @@ Under TRITON_INTERPRET=1 the same code runs on host memory, slowly: for tests.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -205,35 +206,45 @@ def _move(
         return
     with _on(pages.device):
         plan = _plan_of(pages, mapping)
-        # No sums: k1 stands in for what the kernel then does not read.
-        target = plan.sums.k1 if sums is None else _cleared(plan.sums, mapping, sums)
+        # Without sums a kernel reads neither of k1, k2 and sums: any table will do.
+        target = plan.sums.k2 if sums is None else _cleared(plan.sums, mapping, sums)
         at, stride = stage.data_ptr(), _stride(stage, mapping)
+        tables = (block_ids, plan.sums.k1, plan.sums.k2, target, at, stride, mapping.slot.num_segments)
         vector = gcd(plan.grain, at, stride)
         options = {"VECTOR": vector, "SCATTER": to_pages, "SUMS": sums is not None, "num_warps": WARPS[vector]}
-        tables = (
-            plan.sums.places,
-            block_ids,
-            plan.sums.k1,
-            plan.sums.k2,
-            target,
-            at,
-            stride,
-            mapping.slot.num_segments,
-        )
         if plan.shape is None:
-            chunk_units = plan.payload_units if to_pages else len(plan.units)
-            units = chunks * chunk_units
-            kernels.move_tiles[(_grid(units, programs),)](
-                plan.tiles, plan.units, *tables, mapping.blocks_per_chunk, chunk_units, units, **options
-            )
-            return
-        shape, segments = plan.shape, len(mapping.segments)
-        parts, tiles = _cut(plan.sums, plan.sums.most_payload if to_pages else plan.sums.most_padded, chunks, programs)
-        units = chunks * segments * parts
-        kernels.move_planes[(_grid(units, programs),)](
-            plan.planes, *tables, shape.block_stride, shape.fragment_stride, shape.planes,
-            segments, parts, tiles, units, **_plane_sizes(shape, vector), LONG=_long(plan.sums, vector, shape), **options,
-        )  # fmt: skip
+            _launch_tiles(plan, mapping, chunks, programs, tables, options)
+        else:
+            _launch_planes(plan, plan.shape, chunks, programs, tables, options)
+
+
+def _launch_planes(
+    plan: _Plan, shape: Shape, chunks: int, programs: int | None, tables: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    sums, vector = plan.sums, options["VECTOR"]
+    segments = len(sums.places)
+    parts, tiles = _cut(sums, sums.most_payload if options["SCATTER"] else sums.most_padded, chunks, programs)
+    units = chunks * segments * parts
+    kernels.move_planes[(_grid(units, programs),)](
+        plan.planes, sums.places, *tables, shape.block_stride, shape.fragment_stride, shape.planes,
+        segments, parts, tiles, units,
+        **_plane_sizes(shape, vector), LONG=_long(sums, vector, shape), **options,
+    )  # fmt: skip
+
+
+def _launch_tiles(
+    plan: _Plan,
+    mapping: CanonicalMapping,
+    chunks: int,
+    programs: int | None,
+    tables: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    chunk_units = plan.payload_units if options["SCATTER"] else len(plan.units)
+    units = chunks * chunk_units
+    kernels.move_tiles[(_grid(units, programs),)](
+        plan.tiles, plan.units, plan.sums.places, *tables, mapping.blocks_per_chunk, chunk_units, units, **options
+    )
 
 
 def _plane_sizes(shape: Shape, vector: int) -> dict[str, int]:
@@ -309,7 +320,7 @@ def _check_tensor(name: str, tensor: Tensor, device: str, dtypes: tuple[Any, ...
 def _device_of(*tensors: Tensor) -> str:
     """The device of the first tensor that is on one; torch's current one where all are in host memory."""
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
             return str(tensor.device)
     return "cpu" if INTERPRETED else f"cuda:{torch.cuda.current_device()}"
 
@@ -457,11 +468,11 @@ _ALIGNED = {
 def _variant(name: str, kernel: Any, constexprs: dict[str, Any], sector: int) -> Variant:
     signature: dict[str, str] = {}
     attrs: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, parameter in enumerate(kernel.params):
-        if parameter.name in constexprs:
-            signature[parameter.name] = "constexpr"
+    for index, (argument, parameter) in enumerate(inspect.signature(kernel.fn).parameters.items()):
+        if argument in constexprs:
+            signature[argument] = "constexpr"
         else:
-            signature[parameter.name] = _POINTERS.get(parameter.name) or parameter.annotation_type
-        if parameter.name in _ALIGNED:
+            signature[argument] = _POINTERS.get(argument) or f"i{parameter.annotation.primitive_bitwidth}"
+        if argument in _ALIGNED:
             attrs[(index,)] = [["tt.divisibility", 16]]
     return Variant(name, kernel, signature, constexprs, attrs, WARPS[sector], sector)
