@@ -8,8 +8,6 @@ from pathlib import Path
 
 # Before anything imports torch: a float32 result must not depend on how many cores a machine has.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Read when a kernel is decorated: kernels run on the CPU, in triton's interpreter.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import settings

@@ -33,7 +33,7 @@ A name is the kernel, the case, and the way. `planes` and `tiles` are of canonic
 fragments are alike), `rows` of vLLM's host rows, `sum` is the checksum alone; `+sum` has it in the same pass. Figures
 vary with the compiler's version; what this page must have in common with the code is the variants' names.
 """
-_LEGEND = """For each target: registers, loop instructions for 16 bytes (`+`: and those of a routine that is called, a division's).
+_LEGEND = """For each target: registers, loop instructions for 16 bytes (`+`: and those of a routine that is called).
 Loads and stores: those of the loop on sm_90, count×bytes, tables included. Spilled: bytes, all targets together."""
 
 
