@@ -162,7 +162,7 @@ def test_any_plan_copies_what_is_copied_by_hand(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_of_many_plans_copies_what_is_copied_by_hand(data: st.DataObject) -> None:
     check_any_plan(data)
