@@ -187,7 +187,7 @@ def move_planes(
             _add(sums + chunk * sums_stride + tl.load(place + 1), total)
 
 
-@triton.jit(do_not_specialize=["stage", "stage_stride", "sums_stride", "chunk_units", "units"])
+@triton.jit(do_not_specialize=["stage", "stage_stride", "sums_stride", "blocks", "chunk_units", "units"])
 def move_tiles(
     tile_table,
     unit_table,

@@ -47,10 +47,10 @@ __all__ = [
 
 INTERPRETED = not isinstance(kernels.move_planes, triton.runtime.JITFunction)
 WARPS = {16: 4, 8: 4, 4: 8, 2: 8, 1: 8}  # by vector: a tile of short ones has many words, a thread few registers
-UNITS_PER_SM = (
-    20  # fewer and the longest program is waited for; more tiles a unit spread its first and last words' cost
-)
-MOST_TILES = 16  # of a unit: beyond it nothing is left to spread
+# A program's first and last words cost two tiles' time: more tiles spread that, as long as enough programs are left for
+# every multiprocessor to end at about the same time.
+UNITS_PER_SM = 20
+MOST_TILES = 16
 CLEAR_SPAN = 1024
 
 Tensor = Any  # torch.Tensor, which is not typed here

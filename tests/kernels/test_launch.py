@@ -448,7 +448,11 @@ def test_tables_go_with_their_pages_and_mapping() -> None:
     launch.checksum(torch.zeros((1, 4096), dtype=torch.uint8), mapping, sums)
     pages = KVPages(mapping, [np.zeros(64, np.uint8)], 1)
     launch.prepare(pages, mapping)
-    gone = [weakref.ref(mapping), weakref.ref(pages), weakref.ref(launch._sums_by_mapping[mapping]["cpu"].places)]
+    gone: list[Any] = [
+        weakref.ref(mapping),
+        weakref.ref(pages),
+        weakref.ref(launch._sums_by_mapping[mapping]["cpu"].places),
+    ]
     del mapping, pages
     gc.collect()
     assert [ref() for ref in gone] == [None, None, None]

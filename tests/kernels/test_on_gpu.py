@@ -162,6 +162,26 @@ def test_offsets_beyond_4_gib() -> None:
         assert torch.equal(memory[block * step : block * step + 4096].cpu(), rows[row])
 
 
+def test_a_segment_beyond_4_gib() -> None:
+    """Three pages of 1.5 GiB in a segment: bytes of it need 33 bits, vectors do not."""
+    size = 3 * GiB // 2
+    mapping = opaque_mapping([LocalTensor(block_stride=size, page_bytes=size)] * 3, ShardSpec())
+    tensors = [torch.randint(-(2**62), 2**62, (size // 8,), device=DEVICE) for _ in range(3)]
+    pages = KVPages(mapping, tensors, 1)
+    ids = torch.zeros((1, 1), dtype=torch.int64, device=DEVICE)
+    out = torch.zeros((1, mapping.slot.payload_stride), dtype=torch.uint8, device=DEVICE)
+    sums, alone = torch.zeros((2, 1, 1), dtype=torch.int64, device=DEVICE)
+    launch.gather(pages, ids, mapping, out, sums)
+    launch.checksum(out, mapping, alone)
+    for part, tensor in zip(out.view(torch.int64).view(3, -1), tensors, strict=True):
+        assert torch.equal(part, tensor)
+        tensor.zero_()
+    assert torch.equal(sums, alone)
+    launch.scatter(out, ids, mapping, pages)
+    for part, tensor in zip(out.view(torch.int64).view(3, -1), tensors, strict=True):
+        assert torch.equal(part, tensor)
+
+
 def test_ordinary_host_memory_is_refused() -> None:
     mapping = row_mapping(64)
     pages = KVPages(mapping, [torch.zeros(640, dtype=torch.uint8, device=DEVICE)], 10)
