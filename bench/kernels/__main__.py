@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from bench.kernels import page, rules
 from bench.kernels.code import Compiled, UnreadableError
 from bench.kernels.compiling import compiled
 
-PROCESSES = 2
+PROCESSES = min(4, os.cpu_count() or 1)  # four minutes of one core in all, most of them the disassembler's start
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
