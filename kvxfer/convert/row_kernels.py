@@ -96,7 +96,7 @@ def move_rows(
         for number in range(tl.minimum(end - first, span).to(tl.int32)):
             tile = tiles + (first + number) * TILE_WORDS
             kind = tl.load(tile + KIND)
-            if (kind & classes) << 1 != 0:
+            if kind & classes != 0:  # classes have no sign
                 if WIDTH == 16:  # noqa: SIM114  known to the compiler, the other not
                     _move_tile(tile, block, row, position, 16, SCATTER)
                 elif kind < 0:
