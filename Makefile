@@ -19,7 +19,7 @@ DIR ?=
 ARGS ?=
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: help install demo test test-slow test-gpu test-vllm test-vllm-full test-asan test-tsan check format bench bench-gpu bench-vllm build/vllm clean
+.PHONY: help install demo test test-slow test-gpu kernels test-vllm test-vllm-full test-asan test-tsan check format bench bench-gpu bench-vllm build/vllm clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
@@ -42,6 +42,9 @@ test-slow: install ## the slow ones: more of what the others try a little of
 test-gpu: install ## the tests marked gpu and gds; a missing GPU is a failure, not a skip
 	@nvidia-smi -L 2>/dev/null | grep -q . || { echo "make test-gpu: nvidia-smi shows no GPU here" >&2; exit 1; }
 	@$(BIN)/python -m pytest -m 'gpu or gds' -rs $(ARGS)
+
+kernels: install ## compile every kernel variant for four GPUs, without one, and check the code; ARGS=--write docs/kernels.md
+	@$(BIN)/python -m bench.kernels $(ARGS)
 
 # Each vLLM in an environment of its own, with kvxfer installed as a user has it: from a wheel. The tests run in a folder
 # that has links to them and not the sources, or those would be imported instead. Engines of a few GB run side by side.

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 INTERPRETED = not isinstance(kernels.move_planes, triton.runtime.JITFunction)
-WARPS = {16: 4, 8: 4, 4: 8, 2: 8, 1: 8}  # by vector: a tile of short ones has many words, a thread few registers
+WARPS = {16: 4, 8: 4, 4: 8, 2: 8, 1: 16}  # by vector: a tile of short ones has many words, a thread few registers
 # A program's first and last words cost two tiles' time: more tiles spread that, as long as enough programs are left for
 # every multiprocessor to end at about the same time.
 UNITS_PER_SM = 20

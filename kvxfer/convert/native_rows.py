@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvxfer import _native
 from kvxfer.convert.pages import memory_of
-from kvxfer.convert.rows import check_rows, refuse_repeated
+from kvxfer.convert.rows import check_job, check_rows, refuse_repeated
 from kvxfer.errors import LayoutError
 from kvxfer.rows import RowMapping
 
@@ -92,21 +92,7 @@ class RowPlan:
 
     def check(self, block_ids: NDArray[np.int64], pages: NDArray[np.int64], group_pages: NDArray[np.int64]) -> None:
         """Raises LayoutError unless `gather` and `scatter` would take these."""
-        for name, array in (("block_ids", block_ids), ("pages", pages), ("group_pages", group_pages)):
-            if array.dtype != np.int64 or array.ndim != 1:
-                raise LayoutError(f"{name} of {array.dtype} {array.shape} must be int64 and 1-dimensional")
-        if len(group_pages) != self.num_groups or group_pages.min(initial=0) < 0:
-            raise LayoutError(
-                f"group_pages={group_pages.tolist()} must be a count for each of {self.num_groups} groups"
-            )
-        if not len(block_ids) == len(pages) == group_pages.sum():
-            raise LayoutError(f"{len(block_ids)} blocks, {len(pages)} pages, and {group_pages.sum()} in all groups")
-        limit = np.repeat(self._num_blocks, group_pages)
-        if (wrong := np.flatnonzero((block_ids < 0) | (block_ids >= limit))).size:
-            raise LayoutError(f"block id {block_ids[wrong[0]]} must be in 0..{limit[wrong[0]] - 1}")
-        if (wrong := np.flatnonzero((pages < 0) | (pages >= self.num_pages))).size:
-            row = pages[wrong[0]] // self.blocks_per_chunk
-            raise LayoutError(f"row id {row} must be in 0..{self.num_pages // self.blocks_per_chunk - 1}")
+        check_job(block_ids, pages, group_pages, self._num_blocks, self.num_pages, self.blocks_per_chunk)
 
     def gather(
         self,

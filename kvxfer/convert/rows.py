@@ -112,6 +112,29 @@ def check_rows(
         raise LayoutError(f"row id {wrong[0]} must be in 0..{len(rows) - 1}")
 
 
+def check_job(
+    block_ids: NDArray[np.int64],
+    pages: NDArray[np.int64],
+    group_pages: NDArray[np.int64],
+    num_blocks: NDArray[np.int64],
+    num_pages: int,
+    blocks_per_chunk: int,
+) -> None:
+    """Raises LayoutError unless a plan of groups of `num_blocks` blocks each, over `num_pages` pages, can do a job."""
+    for name, array in (("block_ids", block_ids), ("pages", pages), ("group_pages", group_pages)):
+        _check_array(name, array, np.int64, 1)
+    if len(group_pages) != len(num_blocks) or group_pages.min(initial=0) < 0:
+        raise LayoutError(f"group_pages={group_pages.tolist()} must be a count for each of {len(num_blocks)} groups")
+    if not len(block_ids) == len(pages) == group_pages.sum():
+        raise LayoutError(f"{len(block_ids)} blocks, {len(pages)} pages, and {group_pages.sum()} in all groups")
+    limit = np.repeat(num_blocks, group_pages)
+    if (wrong := np.flatnonzero((block_ids < 0) | (block_ids >= limit))).size:
+        raise LayoutError(f"block id {block_ids[wrong[0]]} must be in 0..{limit[wrong[0]] - 1}")
+    if (wrong := np.flatnonzero((pages < 0) | (pages >= num_pages))).size:
+        row = pages[wrong[0]] // blocks_per_chunk
+        raise LayoutError(f"row id {row} must be in 0..{num_pages // blocks_per_chunk - 1}")
+
+
 def _check_array(name: str, array: NDArray[Any], dtype: type[np.generic], dimensions: int) -> None:
     if array.dtype != dtype or array.ndim != dimensions:
         raise LayoutError(

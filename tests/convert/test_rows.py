@@ -18,6 +18,7 @@ from kvxfer.errors import LayoutError
 from kvxfer.geometry import Kind, KVGeometry, ShardSpec
 from kvxfer.layout import PageLayout
 from kvxfer.rows import RowMapping, RowPage, vllm_v1_mappings
+from tests.convert import device_rows
 from tests.convert.common import assert_same
 from tests.oracle import POISON
 from tests.row_oracle import Layer, Place
@@ -30,8 +31,11 @@ MAKE = {
     "mla": PageLayout.nhd,
 }
 # Each has gather_rows and scatter_rows.
-CONVERTERS: dict[str, ModuleType] = {"reference": reference_rows, "native": native_rows}
+CONVERTERS: dict[str, ModuleType] = {"reference": reference_rows, "native": native_rows, "triton": device_rows}
 with_each = pytest.mark.parametrize("convert", CONVERTERS.values(), ids=CONVERTERS)
+# Triton's interpreter takes milliseconds a tile: of what is tried a lot it gets a part, and the rest is marked slow.
+HOSTS = [CONVERTERS["reference"], CONVERTERS["native"]]
+with_each_host = pytest.mark.parametrize("convert", HOSTS, ids=["reference", "native"])
 BLOCKS = 7
 SPARE = 48  # bytes of a row beyond the mapping's
 
@@ -131,15 +135,43 @@ PLACES = [
 ]
 
 
-@with_each
-@pytest.mark.parametrize(("heads", "tp", "dcp", "pcp", "interleave"), PLACES)
+@with_each_host
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("order", MAKE)
 def test_all_ranks_together_write_the_row_and_read_their_pages_back(
-    convert: ModuleType, order: str, heads: int, tp: int, dcp: int, pcp: int, interleave: int
+    convert: ModuleType, order: str, place: Sequence[int]
+) -> None:
+    check_all_ranks(convert, order, *place)
+
+
+@pytest.mark.parametrize(("order", "place"), list(zip([*MAKE, *MAKE], PLACES, strict=True)))
+def test_triton_writes_the_row_and_reads_it_back(order: str, place: Sequence[int]) -> None:
+    """Each order and each place, not all of their pairs."""
+    check_all_ranks(device_rows, order, *place, sizes=(2,), num_layers=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("order", MAKE)
+def test_triton_writes_every_row_and_reads_it_back(order: str, place: Sequence[int]) -> None:
+    check_all_ranks(device_rows, order, *place, sizes=(3,))
+
+
+def check_all_ranks(
+    convert: ModuleType,
+    order: str,
+    heads: int,
+    tp: int,
+    dcp: int,
+    pcp: int,
+    interleave: int,
+    *,
+    sizes: Sequence[int] = (1, 2, 3),
+    num_layers: int = 2,
 ) -> None:
     geometry = latent() if order == "mla" else attention(heads)
-    for per_chunk in (1, 2, 3):
-        layers = [Layer.random(geometry, order, BLOCKS, dcp * pcp, seed) for seed in range(2)]
+    for per_chunk in sizes:
+        layers = [Layer.random(geometry, order, BLOCKS, dcp * pcp, seed) for seed in range(num_layers)]
         group = Group(layers, tp, dcp, pcp, interleave, per_chunk, convert)
         block_ids, row_ids = ids_of(per_chunk), np.array([4, 0, 3])
         rows = group.rows(5)
@@ -168,7 +200,7 @@ def test_layers_of_unequal_pages_share_a_row(convert: ModuleType) -> None:
     group.check_load(want, row_ids, block_ids)
 
 
-@with_each
+@with_each_host
 def test_up_and_down_the_ladder_of_tensor_parallel_sizes(convert: ModuleType) -> None:
     """R8: what TP1, 8, 2 and 4 write is one row, each from what the one before it read."""
     layers = [Layer.random(attention(4), "packed", BLOCKS, 1, seed) for seed in range(3)]
@@ -201,10 +233,21 @@ def test_replicas_write_only_their_turns(convert: ModuleType) -> None:
     assert written == [[], [(0, 1)], [(3, 0)], [(3, 1)]]
 
 
-@with_each
+@with_each_host
 @settings(max_examples=60)
 @given(st.data())
 def test_any_row_is_the_oracles(convert: ModuleType, data: st.DataObject) -> None:
+    check_any_row(convert, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(st.data())
+def test_any_row_by_triton_is_the_oracles(data: st.DataObject) -> None:
+    check_any_row(device_rows, data)
+
+
+def check_any_row(convert: ModuleType, data: st.DataObject) -> None:
     draw = data.draw
     order = draw(st.sampled_from(sorted(MAKE)))
     heads = 1 if order == "mla" else draw(st.sampled_from([1, 2, 3, 4]))
@@ -251,7 +294,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-@with_each
+@with_each_host
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -285,7 +328,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
         assert_same(array, old)
 
 
-@with_each
+@with_each_host
 def test_a_place_named_twice_is_refused_where_it_is_written(convert: ModuleType) -> None:
     (mapping,) = GROUP.mappings
     twice = np.array([[0, 1], [-1, 0]])

@@ -1,0 +1,562 @@
+"""The row converter of devices, in the interpreter: plans of several groups, widths, tiles, staging, 64-bit places.
+
+That its bytes are the oracle's is held by test_rows.py, under the same tests as the host's converters.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import weakref
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.convert import launch_rows, row_kernels, row_tables
+from kvxfer.convert.launch import INTERPRETED
+from kvxfer.convert.launch_rows import DeviceRowPlan, Uploads
+from kvxfer.convert.native_rows import RowMemory
+from kvxfer.convert.row_tables import TILE
+from kvxfer.errors import DeviceError, LayoutError
+from kvxfer.rows import RowMapping
+from tests.convert.common import assert_same
+from tests.convert.row_plans import Bytes, by_hand, cell, group, int64, noise, run
+from tests.oracle import POISON
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="kernels are compiled in this run; -m 'not gpu' interprets them"
+)
+GiB = 1 << 30
+MAP_NORESERVE = 0x4000  # Linux's; Python 3.11's mmap does not name it
+
+
+def aligned(size: int, *, at: int = 0, seed: int | None = None) -> Bytes:
+    """Bytes that begin `at` bytes after a multiple of 64: noise, or POISON."""
+    memory = np.full(size + 128, POISON, dtype=np.uint8)
+    start = -memory.ctypes.data % 64 + at
+    found = memory[start : start + size]
+    if seed is not None:
+        found[:] = noise(size, seed=seed)
+    return found
+
+
+def aligned_rows(count: int, stride: int, *, at: int = 0) -> Bytes:
+    return aligned(count * stride, at=at).reshape(count, stride)
+
+
+def both_ways(
+    groups: list[RowMapping], tensors: list[list[Bytes]], rows: Bytes, job: Any, programs: int | None = None
+) -> DeviceRowPlan:
+    """Gather and scatter are what is done by hand, bytes that are counted and bytes that nobody named included."""
+    plan = DeviceRowPlan(groups, tensors, RowMemory.of(rows))
+    want = rows.copy()
+    nbytes = by_hand(groups, tensors, want, job, store=True)
+    assert plan.gather(*job, programs=programs) == nbytes
+    assert_same(rows, want, "rows")
+    distinct = {id(tensor): tensor for mine in tensors for tensor in mine}
+    for tensor in distinct.values():
+        tensor.fill(POISON)
+    expected = {key: tensor.copy() for key, tensor in distinct.items()}
+    nbytes = by_hand(groups, [[expected[id(t)] for t in mine] for mine in tensors], rows, job, store=False)
+    assert plan.scatter(*job, programs=programs) == nbytes
+    for number, (key, tensor) in enumerate(distinct.items()):
+        assert_same(tensor, expected[key], f"tensor {number}")
+    assert_same(rows, want, "rows after the scatter")
+    return plan
+
+
+def widths(plan: DeviceRowPlan) -> tuple[int, set[bool]]:
+    """Of the plan's own rows: of vectors that are not of 16 bytes, and which kinds of tiles there are."""
+    (tables, _), *_ = plan._tables.values()
+    return tables.width, set((tables.tiles["kind"] < 0).tolist())
+
+
+# ---- tables
+
+
+def test_the_kernel_reads_the_tables_columns() -> None:
+    for dtype, size in (
+        (row_tables.TILE_DTYPE, "TILE_WORDS"),
+        (row_tables.GROUP_DTYPE, "GROUP_WORDS"),
+        (row_tables.ENTRY_DTYPE, "ENTRY_WORDS"),
+    ):
+        assert dtype.names is not None
+        for place, name in enumerate(dtype.names):
+            assert getattr(row_kernels, name.upper()).value == place, name
+        assert getattr(row_kernels, size).value == len(dtype.names) == dtype.itemsize // 8
+
+
+def test_the_reciprocal_divides() -> None:
+    """Every x and d that a tile can have, by integers without a limit; the products stay below 2**31."""
+    for d in range(1, TILE + 1):
+        reciprocal = -(-(1 << row_tables.SHIFT) // d)
+        x = np.arange(2 * TILE, dtype=object)
+        product = x * reciprocal
+        assert product.max() < 2**31
+        assert ((product >> row_tables.SHIFT) == x // d).all(), d
+
+
+@pytest.mark.parametrize("fragment", [16, 48, 496 * 16, TILE * 16, TILE * 16 + 16, 3 * TILE * 16 - 32])
+def test_tiles_say_where_each_vector_of_a_run_is(fragment: int) -> None:
+    """As the kernel reads them, in numpy: from the run's own words, for runs of many tiles."""
+    count = max(2, 5 * TILE * 16 // fragment)
+    one = run(32, 64, fragment, count, fragment + 48, 2 * fragment)
+    page, place = 32 + count * (fragment + 48), 64 + 2 * count * fragment
+    placed = row_tables.place_cell(cell([one], page=page, place=place, at=16), 0, 4096, page, 1, place + 16)
+    tables = row_tables.RowTables([[placed]], 1, 16)
+    near, far = [], []
+    for tile in tables.tiles:
+        lane = np.arange(tile["count"])
+        crossed = (tile["phase"] + lane) * tile["reciprocal"] >> row_tables.SHIFT
+        near.append(tile["near"] + lane * 16 + crossed * tile["near_gap"])
+        far.append(tile["far"] + lane * 16 + crossed * tile["far_gap"])
+    number, within = np.divmod(np.arange(count * fragment // 16), fragment // 16)
+    assert (np.concatenate(near) == 4096 + 32 + number * (fragment + 48) + within * 16).all()
+    assert (np.concatenate(far) == 16 + 64 + number * 2 * fragment + within * 16).all()
+
+
+def test_fragments_that_touch_are_one() -> None:
+    touching = (run(0, 8, 4, 3, 4, 4), run(12, 20, 4), run(16, 32, 4), run(20, 36, 2, 2, 4, 4))
+    assert row_tables.joined(touching) == (run(0, 8, 16), run(16, 32, 4), run(20, 36, 2, 2, 4, 4))
+
+
+# ---- plans
+
+
+def test_groups_that_share_tensors_are_one_job_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a hybrid model: two groups' pages in one tensor, of other sizes; a tensor of one group alone; a group that
+    has no page in the job; and one whose rank has no tensor."""
+    shared, own = noise(9 * 64, seed=1), noise(9 * 48, seed=2)
+    small = cell([run(0, 0, 40)], page=40, place=64, stride=64)
+    large = cell([run(0, 0, 16, 2, 32, 16), run(16, 32, 16, 2, 32, 16)], page=64, place=64)
+    beside = cell([run(0, 0, 48)], page=48, place=48, at=128)
+    none = RowMapping(cells=(), blocks_per_chunk=2, row_bytes=8, topology=None)
+    groups = [group(small, per_chunk=2), group(beside, per_chunk=2), none, group(large, beside, per_chunk=2)]
+    job = (int64(3, 0, 7, 8, 5, 1), int64(0, 5, 1, 2, 3, 9), int64(2, 0, 1, 3))
+    launches: list[Any] = []
+    monkeypatch.setattr(launch_rows, "move_rows", _Counted(row_kernels.move_rows, launches))
+    both_ways(groups, [[shared], [own], [], [shared, own]], np.full((5, 240), POISON, dtype=np.uint8), job)
+    assert len(launches) == 2
+
+
+class _Counted:
+    """A kernel whose launches are counted."""
+
+    def __init__(self, kernel: Any, launches: list[Any]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.launches.append(grid)
+        return self.kernel[grid]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_any_plan_copies_what_is_copied_by_hand(data: st.DataObject) -> None:
+    check_any_plan(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_of_many_plans_copies_what_is_copied_by_hand(data: st.DataObject) -> None:
+    check_any_plan(data)
+
+
+def check_any_plan(data: st.DataObject) -> None:
+    """Fragments of any size, stride and alignment; pages cut into runs at random, in any canonical order."""
+    draw = data.draw
+    grain = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    per_chunk, num_rows, num_blocks = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    groups, tensors = [], []
+    for number in range(draw(st.integers(1, 2))):
+        cells, mine, at = [], [], grain * draw(st.integers(0, 9))
+        for _ in range(draw(st.integers(1, 2))):
+            step = draw(st.sampled_from([grain, 16]))
+            sizes = [step * n for n in draw(st.lists(st.integers(1, 150), min_size=1, max_size=3))]
+            order = draw(st.permutations(range(len(sizes))))
+            counts = [draw(st.integers(1, 4)) for _ in sizes]
+            starts = np.cumsum([0, *(s * c for s, c in zip(sizes, counts, strict=True))])
+            far, placed = 0, {}
+            for index in order:  # the canonical side has gaps
+                gap = step * draw(st.integers(0, 70))
+                placed[index] = run(int(starts[index]), far, sizes[index], counts[index], 0, sizes[index] + gap)
+                far += (sizes[index] + gap) * counts[index]
+            page = int(starts[-1])
+            padding, offset = step * draw(st.integers(0, 9)), step * draw(st.integers(0, 9))
+            writers = draw(st.integers(1, 3))
+            cells.append(
+                cell(
+                    [placed[index] for index in range(len(sizes))], page=page, place=far, at=at,
+                    stride=page + padding, offset=offset,
+                    num_writers=writers, writer_index=draw(st.integers(0, writers - 1)),
+                )
+            )  # fmt: skip
+            at += far * per_chunk + step * draw(st.integers(0, 9))
+            mine.append(aligned(offset + num_blocks * (page + padding), seed=number))
+        groups.append(group(*cells, per_chunk=per_chunk))
+        tensors.append(mine)
+    width = max(g.row_bytes for g in groups) + draw(st.integers(0, 9))
+    rows = aligned_rows(num_rows, width + -width % grain)
+    most = min(num_blocks, num_rows * per_chunk, 3)
+    counts = [draw(st.integers(0, most)) for _ in groups]
+    ids = [i for count in counts for i in draw(st.permutations(range(num_blocks)))[:count]]
+    # Rows of groups are apart in vLLM; where they meet here, the last one stays, by hand and in the interpreter.
+    pages = [p for count in counts for p in draw(st.permutations(range(num_rows * per_chunk)))[:count]]
+    both_ways(groups, tensors, rows, (int64(*ids), int64(*pages), int64(*counts)), draw(st.sampled_from([None, 1, 2])))
+
+
+@pytest.mark.parametrize(("programs", "grid"), [(None, 6), (1, 1), (4, 4), (1000, 6)])
+def test_pages_of_many_tiles_under_any_number_of_programs(
+    monkeypatch: pytest.MonkeyPatch, programs: int | None, grid: int
+) -> None:
+    """Eleven tiles a page, five of them a unit; fragments of less than a tile and of several, that end within one."""
+    short, long = 16 * 96, 16 * (2 * TILE + 40)
+    runs = [run(0, 0, short, 20, short, 2 * short), run(20 * short, 40 * short, long, 3, long + 32, long + 64)]
+    page, place = 20 * short + 3 * (long + 32), 40 * short + 3 * (long + 64)
+    tensor = aligned(4 * (page + 32), seed=3)
+    grids: list[Any] = []
+    monkeypatch.setattr(launch_rows, "_PROGRAMS_A_PROCESSOR", 4)
+    monkeypatch.setattr(launch_rows, "move_rows", _Counted(row_kernels.move_rows, grids))
+    job = int64(3, 0), int64(1, 0), int64(2)
+    mapping = group(cell(runs, page=page, place=place, stride=page + 32))
+    plan = both_ways([mapping], [[tensor]], aligned_rows(2, place), job, programs)
+    assert widths(plan) == (16, {True})
+    assert grids == [(grid,), (grid,)]
+
+
+@pytest.mark.parametrize(
+    ("change", "width"),
+    [
+        ({}, 16),
+        ({"size": 72}, 8),
+        ({"far_step": 136}, 8),
+        ({"near_step": 100}, 4),
+        ({"stride": 1030}, 2),
+        ({"offset": 1}, 1),
+        ({"at": 4}, 4),
+        ({"place": 1034}, 2),
+        ({"tensor_at": 8}, 8),
+        ({"rows_at": 4}, 4),
+        ({"row_stride": 2 * 1048 + 6}, 2),
+    ],
+    ids=str,
+)
+def test_vectors_are_as_wide_as_everything_divides(change: dict[str, int], width: int) -> None:
+    """The interpreter does not mind an address that a device would fault on, so the width itself is looked at."""
+    d = {"size": 64, "near_step": 96, "far_step": 128, "stride": 1024, "offset": 0, "at": 0, "place": 1040}
+    d |= {"tensor_at": 0, "rows_at": 0, "row_stride": 0} | change
+    one = cell(
+        [run(0, 0, d["size"], 7, d["near_step"], d["far_step"])],
+        page=1008, place=d["place"], at=d["at"], stride=d["stride"], offset=d["offset"],
+    )  # fmt: skip
+    tensor = aligned(d["offset"] + 2 * d["stride"], at=d["tensor_at"], seed=5)
+    stride = d["row_stride"] or -(-(d["at"] + 2 * d["place"]) // 16) * 16
+    rows = aligned_rows(2, stride, at=d["rows_at"])
+    plan = both_ways([group(one, per_chunk=2)], [[tensor]], rows, (int64(1, 0), int64(0, 3), int64(2)))
+    assert widths(plan) == (width, {width == 16})
+    for tables, _ in plan._tables.values():
+        every = [tables.tiles[name] for name in ("near", "near_block", "far", "far_block")]
+        assert not any((column % width).any() for column in every)
+
+
+def test_a_cell_of_odd_sizes_does_not_narrow_the_others() -> None:
+    """A latent of 1,152 bytes a token beside an indexer's keys of 132: the first is moved by 16, the other by 4."""
+    latent, keys = 4 * 1152, 4 * 132
+    cells = [
+        cell([run(0, 0, latent)], page=latent, place=latent, num_writers=2, writer_index=1),
+        cell([run(0, 0, keys)], page=keys, place=keys, at=latent, stride=keys + 4),
+    ]
+    tensors = [aligned(3 * latent, seed=1), aligned(3 * (keys + 4), seed=2)]
+    job = int64(2, 0), int64(1, 0), int64(2)
+    plan = both_ways([group(*cells)], [tensors], aligned_rows(2, latent + keys), job)
+    assert widths(plan) == (4, {True, False})
+
+
+def test_staging_is_laid_out_as_rows_but_the_pages_say_who_writes() -> None:
+    """Rows 5 and 2 of the tier in staging rows 0 and 1, of other alignment: pages 5, 4 and 11 elect the writers."""
+    tensor = aligned(4 * 64, seed=1)
+    mapping = group(cell([run(0, 0, 64)], page=64, place=64, at=32, num_writers=2, writer_index=1), per_chunk=2)
+    tier = aligned_rows(6, 192)
+    plan = DeviceRowPlan([mapping], [[tensor]], RowMemory.of(tier))
+    staging = aligned_rows(2, plan.row_bytes, at=8)
+    ids, pages, places, counts = int64(3, 1, 2), int64(11, 4, 5), int64(1, 2, 3), int64(3)
+    assert plan.gather(ids, pages, counts, rows=RowMemory.of(staging), places=places) == 2 * 64
+    want = np.full_like(staging, POISON)
+    want[0, 32 + 64 : 32 + 128] = tensor[3 * 64 :]
+    want[1, 32 + 64 : 32 + 128] = tensor[2 * 64 : 3 * 64]
+    assert_same(staging, want)
+    assert (tier == POISON).all()
+    staging[1, 32:96] = 7
+    tensor.fill(POISON)
+    assert plan.scatter(ids, pages, counts, rows=RowMemory.of(staging), places=places) == 3 * 64
+    assert_same(tensor[3 * 64 :], want[0, 96:160])
+    assert (tensor[64:128] == 7).all()
+    assert_same(tensor[128:192], want[1, 96:160])
+    assert (tensor[:64] == POISON).all()
+
+
+def test_a_prepared_job_can_be_launched_again() -> None:
+    tensor, rows = aligned(3 * 32, seed=1), aligned_rows(2, 32)
+    plan = DeviceRowPlan([group(cell([run(0, 0, 32)], page=32, place=32))], [[tensor]], RowMemory.of(rows))
+    job = plan.prepare(int64(2), int64(1), int64(1), gather=True)
+    assert (rows == POISON).all()
+    for value in (1, 2):
+        tensor.fill(value)
+        assert plan.launch(job) == 32
+        assert (rows[1] == value).all()
+        assert (rows[0] == POISON).all()
+
+
+def test_torch_tensors_of_any_dtype_are_moved_as_they_are() -> None:
+    tensor = torch.from_numpy(noise(3, 2, 8)).view(torch.bfloat16)
+    rows = np.full((2, 16), POISON, dtype=np.uint8)
+    plan = DeviceRowPlan([group(cell([run(0, 0, 16)], page=16, place=16))], [[tensor]], RowMemory.of(rows))
+    assert plan.gather(int64(2, 0), int64(0, 1), int64(2)) == 32
+    assert_same(rows, tensor.view(torch.uint8).numpy().reshape(3, 16)[[2, 0]])
+
+
+def test_blocks_and_rows_beyond_4_gib() -> None:
+    """R14: 1.5 GiB between blocks and 2.5 GiB between rows, in memory that is reserved and hardly used."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    step, row = 3 * GiB // 2 + 64, 5 * GiB // 2
+    tensor = np.frombuffer(mmap.mmap(-1, 5 * step, flags=flags), dtype=np.uint8)
+    rows = np.frombuffer(mmap.mmap(-1, 3 * row, flags=flags), dtype=np.uint8).reshape(3, row)
+    at = 2 * GiB + 5
+    # Two fragments that are a GiB apart on both sides, and a second block of the chunk 1 GiB on.
+    mapping = group(
+        cell([run(0, 0, 24, 2, GiB, GiB // 8)], page=GiB + 24, place=GiB // 4, at=at, stride=step), per_chunk=1
+    )
+    source = noise(2, 48)
+    for block, page in zip((3, 2), source, strict=True):
+        tensor[block * step : block * step + 24] = page[:24]
+        tensor[block * step + GiB : block * step + GiB + 24] = page[24:]
+    plan = DeviceRowPlan([mapping], [[tensor]], RowMemory.of(rows))
+    job = int64(3, 2), int64(2, 1), int64(2)
+    assert plan.gather(*job) == 96
+    for row_id, page in zip((2, 1), source, strict=True):
+        assert_same(rows[row_id, at : at + 24], page[:24])
+        assert_same(rows[row_id, at + GiB // 8 : at + GiB // 8 + 24], page[24:])
+        assert not rows[row_id, at + 24 : at + 48].any()
+    for block in (3, 2):
+        tensor[block * step : block * step + 24] = 0
+        tensor[block * step + GiB : block * step + GiB + 24] = 0
+    assert plan.scatter(*job) == 96
+    for block, page in zip((3, 2), source, strict=True):
+        assert_same(tensor[block * step : block * step + 24], page[:24])
+        assert_same(tensor[block * step + GiB : block * step + GiB + 24], page[24:])
+
+
+# ---- what is refused
+
+PAGE = cell([run(0, 0, 8)], page=8, place=8)
+
+
+def plan_of(mapping: RowMapping, tensor: Any = None, rows: Bytes | None = None) -> DeviceRowPlan:
+    tensor = noise(4 * 8) if tensor is None else tensor
+    rows = np.zeros((3, 16), dtype=np.uint8) if rows is None else rows
+    return DeviceRowPlan([mapping], [[tensor]], RowMemory.of(rows))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        cell([run(1, 0, 8)], page=8, place=8),  # beyond the page
+        cell([run(0, 1, 8)], page=8, place=8),  # beyond the place
+        cell([run(0, 0, 4, 2, 5, 4)], page=8, place=8),
+        cell([run(0, 0, 4, 2, 4, 5)], page=8, place=8),
+        cell([run(0, 0, 4, 2**62, 8, 4)], page=8, place=8),  # what would wrap round
+        cell([run(0, 0, 2, 2**63 + 1, 2**63, 2**63)], page=8, place=8),
+        cell([run(0, 0, 0, 1)], page=8, place=8),
+        cell([run(0, 0, 8, 0)], page=8, place=8),
+        cell([run(-8, 0, 8)], page=8, place=8),
+        cell([run(0, 0, 8, 1)], page=8, place=8, num_writers=2, writer_index=2),
+        cell([], page=8, place=8),
+        cell([run(0, 0, 8)], page=8, place=8, at=9),
+        cell([run(0, 0, 8)], page=8, place=8, at=-1),
+    ],
+)
+def test_runs_that_leave_their_place_are_refused(wrong: Any) -> None:
+    with pytest.raises(LayoutError, match="tensor 0: "):
+        plan_of(RowMapping(cells=(wrong,), blocks_per_chunk=1, row_bytes=16, topology=None))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    plan_of(group(PAGE))
+    rows = RowMemory.of(noise(2, 32))
+    with pytest.raises(LayoutError, match="3 rows that are 4 bytes apart do not hold the mappings'"):
+        plan_of(group(PAGE), rows=np.zeros((3, 4), dtype=np.uint8))
+    with pytest.raises(LayoutError, match="tensor 0 has 7 bytes, which hold no block of 8"):
+        plan_of(group(PAGE), noise(7))
+    with pytest.raises(LayoutError, match="all with as many blocks a chunk"):
+        DeviceRowPlan([group(PAGE), group(PAGE, per_chunk=2)], [[noise(8)]] * 2, rows)
+    with pytest.raises(LayoutError, match="needs groups"):
+        DeviceRowPlan([], [], rows)
+    with pytest.raises(LayoutError, match="0 tensors were given, the mapping has 1"):
+        DeviceRowPlan([group(PAGE)], [[]], rows)
+    with pytest.raises(LayoutError, match="on several devices"):
+        DeviceRowPlan([group(PAGE, PAGE)], [[noise(8), torch.empty(8, device="meta")]], rows)
+    many = [cell([run(0, 0, 8)], page=8, place=8, num_writers=64, writer_index=i) for i in range(64)]
+    with pytest.raises(LayoutError, match="64 kinds of writers"):
+        DeviceRowPlan([group(*many)], [[noise(8)] * 64], rows)
+
+
+def test_host_tensors_are_refused_where_nothing_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "JITFunction", type(row_kernels.move_rows))
+    with pytest.raises(DeviceError, match="the tensors are on cpu: want CUDA"):
+        plan_of(group(PAGE))
+
+
+def test_a_job_that_does_not_fit_is_refused_before_anything_is_written() -> None:
+    tensor, rows = noise(4 * 8), np.zeros((3, 16), dtype=np.uint8)
+    plan = DeviceRowPlan([group(PAGE, per_chunk=2)], [[tensor]], RowMemory.of(rows))
+    before = tensor.copy()
+    good = int64(0, 1)
+    two = RowMemory.of(np.zeros((2, 16), dtype=np.uint8))
+    for ids, pages, counts, more, message in [
+        (int64(0, 4), good, int64(2), {}, r"block id 4 must be in 0\.\.3"),
+        (int64(0, -1), good, int64(2), {}, "block id -1"),
+        (int64(0, 2**62), good, int64(2), {}, "block id"),
+        (good, int64(0, 6), int64(2), {}, r"row id 3 must be in 0\.\.2"),
+        (good, int64(0, -1), int64(2), {}, "row id -1"),
+        (good, int64(0, 4), int64(2), {"rows": two}, r"row id 2 must be in 0\.\.1"),
+        (good, int64(0, 6), int64(2), {"rows": two, "places": good}, r"row id 3 must be in 0\.\.2"),
+        (good, good, int64(2), {"rows": two, "places": int64(0, 4)}, r"row id 2 must be in 0\.\.1"),
+        (good, good, int64(2), {"rows": two, "places": int64(0)}, "2 blocks, 1 pages"),
+        (good, good, int64(2), {"rows": RowMemory.of(noise(2, 15))}, "do not hold the mappings'"),
+        (good, int64(0), int64(2), {}, "2 blocks, 1 pages, and 2 in all groups"),
+        (good, good, int64(1), {}, "2 blocks, 2 pages, and 1 in all groups"),
+        (good, good, int64(1, 1), {}, "must be a count for each of 1 groups"),
+        (good.astype(np.int32), good, int64(2), {}, "block_ids of int32"),
+        (good, good, int64(2), {"programs": 0}, "programs=0 must be at least 1"),
+    ]:
+        for copy in (plan.gather, plan.scatter):
+            with pytest.raises(LayoutError, match=message):
+                copy(ids, pages, counts, **more)
+    assert not rows.any()
+    assert_same(tensor, before)
+
+
+def test_what_is_read_only_is_not_written() -> None:
+    tensor, rows = noise(4 * 8), noise(3, 16)
+    fixed_tensor, fixed_rows = tensor.copy(), rows.copy()
+    fixed_tensor.flags.writeable = fixed_rows.flags.writeable = False
+    job = int64(0), int64(0), int64(1)
+    with pytest.raises(LayoutError, match="the rows are read-only"):
+        plan_of(group(PAGE), tensor, fixed_rows).gather(*job)
+    with pytest.raises(LayoutError, match="a tensor of these groups is read-only"):
+        plan_of(group(PAGE), fixed_tensor, rows).scatter(*job)
+    with pytest.raises(LayoutError, match="the rows are read-only"):
+        plan_of(group(PAGE), tensor, rows).gather(*job, rows=RowMemory.of(fixed_rows))
+    assert plan_of(group(PAGE), fixed_tensor, rows).gather(*job) == 8
+    assert plan_of(group(PAGE), tensor, fixed_rows).scatter(*job) == 8
+
+
+def test_a_closed_plan_lets_go_of_its_memory_and_takes_no_job() -> None:
+    class Held(np.ndarray):
+        """An array that can be referred to weakly."""
+
+    tensor: Any = noise(4 * 8).view(Held)
+    plan = DeviceRowPlan([group(PAGE)], [[tensor]], RowMemory.of(noise(3, 16)))
+    prepared = plan.prepare(int64(0), int64(0), int64(1), gather=True)
+    gone = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert gone() is not None  # the plan has its address
+    plan.close()
+    plan.close()
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(LayoutError, match="the plan is closed"):
+        plan.gather(int64(0), int64(0), int64(1))
+    with pytest.raises(LayoutError, match="the plan is closed"):
+        plan.launch(prepared)
+
+
+# ---- on a stream, by doubles
+
+
+class _Event:
+    """Recorded, and done when the test says so."""
+
+    made: ClassVar[list[_Event]] = []
+
+    def __init__(self) -> None:
+        self.recorded = self.is_done = False
+        self.made.append(self)
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+def test_what_is_on_its_way_up_is_held_until_its_copy_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory that were given back sooner would be filled anew under the copy."""
+    empty, pinned = torch.empty, []
+
+    def keep(size: int, *, dtype: Any, pin_memory: bool) -> Any:
+        assert pin_memory
+        memory = empty(size, dtype=dtype)
+        pinned.append(weakref.ref(memory))
+        return memory
+
+    class Elsewhere:
+        """The device as `Tensor.to` takes it: a copy, which is what a device's memory is."""
+
+        type = "cuda"
+
+    def to(self: Any, device: Any, *, non_blocking: bool) -> Any:
+        assert isinstance(device, Elsewhere) and non_blocking
+        assert not any(event.recorded for event in _Event.made[len(pinned) - 1 :])  # the record comes after the copy
+        return self.clone()
+
+    monkeypatch.setattr(_Event, "made", [])
+    monkeypatch.setattr(torch, "empty", keep)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    uploads = Uploads(Elsewhere())
+    for number in range(3):
+        assert uploads.put(int64(number, 5)).tolist() == [number, 5]
+    first, second, third = _Event.made
+    assert first.recorded and second.recorded and third.recorded
+    assert all(ref() is not None for ref in pinned)
+    second.is_done = True
+    uploads.put(int64(9))
+    gc.collect()
+    assert [ref() is not None for ref in pinned] == [True, False, True, True]
+
+
+def test_a_job_is_not_prepared_on_a_stream_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(group(PAGE))
+    prepared = plan.prepare(int64(0), int64(0), int64(1), gather=True)
+    launched: list[Any] = []
+    monkeypatch.setattr(plan, "device", torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", _Current)
+    monkeypatch.setattr(launch_rows, "move_rows", _Counted(row_kernels.move_rows, launched))
+    with pytest.raises(DeviceError, match="prepare the job before"):
+        plan.gather(int64(0), int64(0), int64(1))
+    assert plan.launch(prepared) == 8
+    assert launched == [(1,)] and _Current.entered == [torch.device("cuda", 1)]
+
+
+class _Current:
+    """torch.cuda.device: which device is the current one."""
+
+    entered: ClassVar[list[Any]] = []
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.entered.append(self.device)
+
+    def __exit__(self, *_: Any) -> None:
+        pass
