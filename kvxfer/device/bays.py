@@ -17,7 +17,7 @@ LEAST = 3  # bays that convert, copy and move at once; with fewer, something wai
 
 @dataclass(slots=True, eq=False)
 class Bay:
-    """Room for one batch: chunk c begins at c * slot.payload_stride of `device`, and of `host` where there is one."""
+    """Room for one batch: chunk c begins at c * form.chunk_bytes of `device`, and of `host` where there is one."""
 
     number: int
     nbytes: int
@@ -25,7 +25,7 @@ class Bay:
     ids: Buffer  # host memory for a batch's block ids, int64 [chunks, blocks_per_chunk]
     device_ids: Buffer  # the same in the device's
     host: Buffer | None = None  # [nbytes], of a carrier that goes through host memory
-    sums: Buffer | None = None  # device memory for uint64 [chunks, num_segments], of a carrier that wants them summed
+    sums: Buffer | None = None  # device memory for uint64 [chunks, len(form.segments)], of a carrier that wants them
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from kvxfer.device.base import Event
 from kvxfer.device.bays import Bay
+from kvxfer.device.form import Form
 from kvxfer.errors import DeviceError
 from kvxfer.jobs import ChunkError, Status
-from kvxfer.mapping import CanonicalMapping
-from kvxfer.slot import SlotLayout
 
 __all__ = ["Batch", "Carrier", "Landing", "all_failed"]
 
@@ -25,7 +24,7 @@ class Batch:
 
     direction: int  # jobs.STORE or jobs.LOAD
     bay: Bay
-    mappings: tuple[CanonicalMapping, ...]  # of the ranks that take part, all of one slot
+    form: Form  # which segments, and where they are in the bay: chunk c begins at c * form.chunk_bytes
     records: bytes  # packed kvx_chunk structs, one a chunk: where each slot is, and who it must be
     block_ids: NDArray[np.int64]  # [chunks, blocks_per_chunk] of the pages; -1: the chunk has none, or it isn't wanted
     digest: bytes  # of the namespace, 32 bytes
@@ -35,16 +34,6 @@ class Batch:
     def chunks(self) -> int:
         """How many there are."""
         return len(self.block_ids)
-
-    @property
-    def slot(self) -> SlotLayout:
-        """What a chunk looks like on the drive."""
-        return self.mappings[0].slot
-
-    @property
-    def segments(self) -> tuple[int, ...]:
-        """Those that any of the ranks holds, ascending: these are written, or read and verified."""
-        return tuple(sorted({segment for mapping in self.mappings for segment in mapping.segments}))
 
 
 @dataclass(frozen=True, slots=True)
