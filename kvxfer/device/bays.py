@@ -55,6 +55,7 @@ class Ring:
         self.bays, self.nbytes = _made(make, count, max(nbytes, least_bytes), least_bytes)
         self._free = list(self.bays)
         self._storing: set[Bay] = set()
+        self._held: set[Bay] = set()  # under writes that were given up and have not returned
         self.leaked: list[Bay] = []  # something may still use them: kept for good
         what = f"{len(self.bays)} of {count} bays of {self.nbytes} bytes ({nbytes} were asked for)"
         if len(self.bays) < count or self.nbytes < nbytes:
@@ -64,25 +65,45 @@ class Ring:
 
     def take(self, direction: int) -> Bay | None:
         """A free bay, if there is one for this direction: stores leave one to loads where there are several."""
-        usable = len(self.bays) - len(self.leaked)
-        if not self._free or (direction == STORE and len(self._storing) >= max(1, usable - 1)):
+        if not self._free or (direction == STORE and len(self._storing) >= self._most_storing):
             return None
         bay = self._free.pop(0)  # the one that has rested longest
         if direction == STORE:
             self._storing.add(bay)
         return bay
 
+    @property
+    def _most_storing(self) -> int:
+        return max(1, len(self.bays) - len(self.leaked) - 1)
+
+    def is_stuck(self, direction: int) -> bool:
+        """Whether no bay comes back for this direction before a write that was given up has returned."""
+        if direction == STORE and len(self._storing) >= self._most_storing:
+            return self._storing <= self._held
+        return set(self.bays) <= self._held.union(self.leaked)
+
+    def hold(self, bay: Bay) -> None:
+        """A write that was given up still reads it."""
+        self._held.add(bay)
+
     def give_back(self, bay: Bay) -> None:
         """Nothing uses it any more."""
+        self._held.discard(bay)
         self._storing.discard(bay)
         if bay not in self.leaked and bay not in self._free:
             self._free.append(bay)
 
     def leak(self, bay: Bay) -> None:
         """Something may use it for ever: it is not given to anybody again."""
+        self._held.discard(bay)
         self._storing.discard(bay)
         if bay not in self.leaked:
             self.leaked.append(bay)
+
+    @property
+    def held(self) -> int:
+        """Bays under writes that were given up."""
+        return len(self._held)
 
     @property
     def in_use(self) -> int:

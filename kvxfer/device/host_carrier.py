@@ -73,6 +73,7 @@ class HostCarrier(Carrier):
         self._views: dict[tuple[int, int], tuple[Form, KVPages]] = {}  # by bay and form
 
     def make_bay(self, number: int, nbytes: int, ids_bytes: int, sums_bytes: int) -> Bay:
+        """See Carrier."""
         device, made = self._device, []
         try:
             for on_device, size in ((True, nbytes), (False, ids_bytes), (True, ids_bytes), (False, nbytes)):
@@ -84,26 +85,31 @@ class HostCarrier(Carrier):
         return Bay(number, nbytes, *made)
 
     def begin_store(self, batch: Batch, filled: Event) -> None:
+        """One large copy to the twin, then a native job."""
         host = _twin(batch.bay)
         self._device.wait(self._down, filled)
         self._device.copy(self._down, host, 0, batch.bay.device, 0, batch.chunks * batch.form.chunk_bytes)
         self._copies[batch] = _Copy(self._device.record(self._down), time.monotonic())
 
     def begin_load(self, batch: Batch) -> None:
+        """A native job."""
         self._fly(batch)
 
     def bring(self, batch: Batch) -> Event:
+        """One large copy from the twin."""
         host = _twin(batch.bay)
         self._device.copy(self._up, batch.bay.device, 0, host, 0, batch.chunks * batch.form.chunk_bytes)
         return self._device.record(self._up)
 
     def cancel(self, batch: Batch) -> None:
+        """See Carrier."""
         if (copy := self._copies.get(batch)) is not None:
             copy.cancelled = True
         elif (number := self._numbers.get(batch)) is not None:
             self._runner.cancel(number)
 
     def poll(self) -> list[Landing]:
+        """See Carrier."""
         landings = [landing for batch in list(self._copies) if (landing := self._look(batch)) is not None]
         for which in self._runner.late():
             self._come_back(which)
@@ -113,25 +119,31 @@ class HostCarrier(Carrier):
         return landings
 
     def late(self) -> list[tuple[Batch, int]]:
+        """See Carrier."""
         late, self._late = self._late, []
         return late
 
     def returned(self) -> list[Bay]:
+        """See Carrier."""
         returned, self._returned = self._returned, []
         return returned
 
     def forsake(self) -> list[Batch]:
+        """What is being copied to the twin."""
         forsaken = list(self._copies)
         self._copies.clear()
         return forsaken
 
     def stats(self) -> dict[str, int]:
+        """The native runner's."""
         return self._runner.stats()
 
     def shutdown(self, timeout_s: float) -> int:
+        """See Carrier."""
         return self._runner.shutdown(timeout_s)
 
     def abandon(self) -> None:
+        """See Carrier."""
         self._runner.abandon()
 
     # ---- inside ----------------------------------------------------------------------------------------------------

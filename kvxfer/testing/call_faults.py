@@ -11,7 +11,7 @@ from kvxfer.errors import DeviceError
 
 @dataclass(eq=False)
 class CallRule:
-    """A fault that was asked for. Of the matching calls the first `after` pass, the next `times` (None: all) are hit."""
+    """One fault that was asked for. Of the calls that match, `after` pass, then `times` (None: all) are hit."""
 
     op: str  # "*": any
     action: str  # fail, hang, lose

@@ -33,7 +33,9 @@ MOST_STEPS = 4  # at one question
 class _Stream(Stream):
     def __init__(self, name: str) -> None:
         self.name = name
-        self.pieces: deque[tuple[_Event | None, Callable[[], None] | None]] = deque()  # (what it waits for, what it does)
+        self.pieces: deque[tuple[_Event | None, Callable[[], None] | None]] = (
+            deque()
+        )  # (what it waits for, what it does)
 
 
 class _Event(Event):
@@ -42,6 +44,7 @@ class _Event(Event):
         self.happened = False
 
     def done(self) -> bool:
+        """Takes a few steps, then says."""
         return self._device._ask(self)
 
 
@@ -57,11 +60,13 @@ class _Buffer(Buffer):
         self.freed = False
 
     def host(self) -> NDArray[np.uint8]:
+        """[nbytes], the very memory."""
         if self.on_device:
             raise LayoutError("this is the device's memory")
         return self.bytes
 
     def free(self) -> None:
+        """Fills it with FREED."""
         self._device._free(self)
 
 
@@ -118,12 +123,14 @@ class FakeDevice(Device):
     # ---- a device's face -------------------------------------------------------------------------------------------
 
     def mark(self) -> Event:
+        """Recorded on the stream of the computation."""
         with self._call("mark"):
             event = self._record(self._compute)
             self.calls.append(("mark", event.number))
             return event
 
     def stream(self) -> Stream:
+        """A new stream."""
         with self._call("stream"):
             stream = _Stream(f"stream {self._number('stream')}")
             self._streams.append(stream)
@@ -131,6 +138,7 @@ class FakeDevice(Device):
             return stream
 
     def record(self, stream: Stream) -> Event:
+        """A new event."""
         with self._call("record"):
             mine = _stream(stream)
             event = self._record(mine)
@@ -138,6 +146,7 @@ class FakeDevice(Device):
             return event
 
     def wait(self, stream: Stream, event: Event) -> None:
+        """Queued like work."""
         with self._call("wait"):
             mine = _stream(stream)
             assert isinstance(event, _Event)
@@ -145,14 +154,17 @@ class FakeDevice(Device):
             self.calls.append(("wait", mine.name, event.number))
 
     def device_buffer(self, nbytes: int, alignment: int = 4096) -> Buffer:
+        """Full of FRESH, as new memory is not of zeros."""
         return self._buffer("device_buffer", nbytes, alignment, True)
 
     def host_buffer(self, nbytes: int, alignment: int = 4096) -> Buffer:
+        """The same."""
         return self._buffer("host_buffer", nbytes, alignment, False)
 
     def copy(
         self, stream: Stream, target: Buffer, target_offset: int, source: Buffer, source_offset: int, nbytes: int
     ) -> None:
+        """Queued."""
         with self._call("copy"):
             to, of = self._usable(target, target_offset + nbytes), self._usable(source, source_offset + nbytes)
 
@@ -174,6 +186,7 @@ class FakeDevice(Device):
         out_stride: int,
         sums: Buffer | None = None,
     ) -> None:
+        """Queued; block ids are read when it is its turn."""
         with self._call("gather"):
             ids, to = self._ids(mapping, block_ids, chunks), self._chunks(mapping, out, chunks, out_stride)
             into = None if sums is None else self._sums(mapping, sums, chunks)
@@ -192,6 +205,7 @@ class FakeDevice(Device):
         source_stride: int,
         sums: Buffer | None = None,
     ) -> None:
+        """Queued; the same."""
         with self._call("scatter"):
             ids, of = self._ids(mapping, block_ids, chunks), self._chunks(mapping, source, chunks, source_stride)
             into = None if sums is None else self._sums(mapping, sums, chunks)
@@ -208,6 +222,7 @@ class FakeDevice(Device):
         source_stride: int,
         sums: Buffer,
     ) -> None:
+        """Queued."""
         with self._call("checksum"):
             of, into = self._chunks(mapping, source, chunks, source_stride), self._sums(mapping, sums, chunks)
 
