@@ -9,6 +9,7 @@ request at a time by default; here `depth` daemon threads make one blocking requ
 from __future__ import annotations
 
 import errno
+import fcntl
 import importlib.util
 import os
 import threading
@@ -202,8 +203,7 @@ class GdsFile(IOFile):
             if handle is not None and on_thread:
                 handle.close()
             elif handle is not None:
-                with suppress(StoreError):  # the backend is closed: it goes with the process
-                    self._backend.aside(handle.close)
+                self._backend.apart(handle.close, "closing")
 
     def _host(self, what: str, buf: Any, size: int | None, offset: int) -> int:
         return self._posix.read(buf, size, offset) if what == "read" else self._posix.write(buf, size, offset)
@@ -276,6 +276,8 @@ class GdsBackend(IOBackend):
             raise ConfigError(f"request_bytes={request_bytes} must be a multiple of {ALIGNMENT}")
         self.mode, self.depth, self.request_bytes = mode, depth, request_bytes
         self.workers = Workers("gds", depth, io_timeout_s=io_timeout_s, max_lost=max_lost)
+        self._timeout_s = io_timeout_s
+        self._apart: list[Call] = []
         self._kvikio = _import()
         self.cuda: Cuda = LibCuda() if cuda is None else cuda
         self._lock = threading.Lock()
@@ -293,10 +295,14 @@ class GdsBackend(IOBackend):
         flags = os.O_RDWR | (os.O_CREAT if create else 0) | (os.O_DIRECT if direct else 0)
         return GdsFile(self, sys_open(Path(path), flags, PRIVATE_FILE), Path(path).name, direct)
 
-    def adopt(self, fd: int, label: str, *, direct: bool) -> GdsFile:
+    def adopt(self, fd: int) -> GdsFile:
         """The file that `fd`, which stays the caller's, is open on: made once, and kept until it was unlinked.
 
-        Of more than 64 the one that rested longest goes. It must not be closed.
+        Of more than 64 the one that rested longest goes, so what is given is to be used before the next is asked for.
+        It must not be closed.
+
+        Raises:
+            OSError: it is not open, or there are no more descriptors.
         """
         self.workers.check_process()
         info = os.fstat(fd)
@@ -309,7 +315,9 @@ class GdsBackend(IOBackend):
                 unlinked = [known for known, file in self._kept.items() if os.fstat(file.fd).st_nlink == 0]
                 gone = [self._kept.pop(known) for known in unlinked]
             if (file := self._kept.get(key)) is None:
-                file = self._kept[key] = GdsFile(self, os.dup(fd), label, direct)
+                name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
+                direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+                file = self._kept[key] = GdsFile(self, os.dup(fd), name, direct)
                 if len(self._kept) > _KEPT_FILES:
                     gone.append(self._kept.popitem(last=False)[1])
             self._kept.move_to_end(key)
@@ -334,7 +342,8 @@ class GdsBackend(IOBackend):
             why = "compat mode registers nothing"
         else:
             try:
-                self.workers.submit(lambda: self._register(address, nbytes), "registration").get()
+                self.workers.check_process()
+                self.apart(lambda: self._register(address, nbytes), "registration").get()
                 return ""
             except (IOFault, DeviceError) as exc:
                 why = str(exc.strerror if isinstance(exc, IOFault) else exc)
@@ -358,7 +367,7 @@ class GdsBackend(IOBackend):
             if self._regions[base][1]:
                 return True
             span, _ = self._regions.pop(base)
-        call = self.aside(lambda: self._deregister(base, span))
+        call = self.apart(lambda: self._deregister(base, span), "deregistration")
         with suppress(Exception):
             call.get()
         return call.returned()
@@ -391,11 +400,13 @@ class GdsBackend(IOBackend):
         }
 
     def stats(self) -> dict[str, int]:
-        """Those of Workers; bytes_read, bytes_written, registered_bytes, files."""
+        """Those of Workers; bytes_read, bytes_written, registered_bytes, files. lost_threads: those apart, too."""
         with self._lock:
+            lost = sum(call.lost for call in self._apart)
             mine = {"bytes_read": self._moved["read"], "bytes_written": self._moved["write"], "files": len(self._kept)}
             mine["registered_bytes"] = sum(span for span, _ in self._regions.values())
-        return self.workers.stats() | mine
+        of_workers = self.workers.stats()
+        return of_workers | mine | {"lost_threads": of_workers["lost_threads"] + lost}
 
     def close(self) -> None:
         """See IOBackend. What is registered stays so until the process ends, or `deregister`."""
@@ -405,18 +416,19 @@ class GdsBackend(IOBackend):
             file.close()
         self.workers.close()
 
-    def aside(self, work: Callable[[], Any]) -> Call:
-        """Runs on one of the threads something that has no answer.
-
-        Raises:
-            StoreError: closed.
-        """
+    def apart(self, work: Callable[[], Any], label: str) -> Call:
+        """Runs what is no transfer on a thread of its own, which ends with it: also after `close`."""
 
         def answered() -> int:
             work()
             return 0
 
-        return self.workers.submit(answered, "clean-up")
+        one = Workers("gds-apart", 1, io_timeout_s=self._timeout_s, max_lost=0)
+        call = one.submit(answered, label)
+        one.close()
+        with self._lock:
+            self._apart = [known for known in self._apart if not known.returned()] + [call]
+        return call
 
     def count(self, what: str, nbytes: int) -> None:
         """Bytes that were moved."""

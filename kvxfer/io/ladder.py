@@ -287,14 +287,14 @@ def _both_ways(directory: Path, memory: DeviceMemory, mode: str, timeout_s: floa
         address = memory.alloc(_SHIFT + _TEST_BYTES)
         try:
             why = backend.register(address, _SHIFT + _TEST_BYTES)
-            if backend.workers.stats()["lost_threads"]:
+            if backend.stats()["lost_threads"]:
                 raise _Refused("hung", f"registration of memory: {why}")
-            file = backend.adopt(posix.fd, posix.label, direct=posix.direct)
+            file = backend.adopt(posix.fd)
             _compare_both(memory, address + _SHIFT, posix, file)
             return backend.describe()
         finally:
             # What a call that was given up may yet touch stays.
-            free = backend.deregister(address) and not backend.workers.stats()["lost_threads"]
+            free = backend.deregister(address) and not backend.stats()["lost_threads"]
             backend.close()
             if free:
                 memory.free(address)

@@ -226,10 +226,10 @@ def test_a_file_is_opened_once_and_by_its_descriptor(machine: Machine) -> None:
     window = machine.device(np.zeros(4 * KIB, np.uint8))
     machine.path.unlink()  # the name is of no use; what is open is
     for _ in range(3):
-        file = backend.adopt(fd, "slab-0", direct=False)
+        file = backend.adopt(fd)
         assert file.pread(window, file_offset=4 * KIB).get() == 4 * KIB
     other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)  # the same file by another descriptor
-    assert backend.adopt(other, "slab-0", direct=False) is file
+    assert backend.adopt(other) is file
     os.close(fd)
     os.close(other)
     assert file.pread(window, file_offset=0).get() == 4 * KIB
@@ -249,7 +249,7 @@ def test_removed_files_are_let_go_and_so_are_those_that_rest(
     def use(number: int) -> None:
         path = tmp_path / f"slab-{number}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT)
-        assert backend.adopt(fd, path.name, direct=False).pwrite(window).get() == 4 * KIB
+        assert backend.adopt(fd).pwrite(window).get() == 4 * KIB
         os.close(fd)
 
     for number in range(3):
@@ -545,7 +545,7 @@ def test_not_in_a_fork(machine: Machine) -> None:
         said = 0
         for call in (
             lambda: file.pwrite(window),
-            lambda: backend.adopt(file.fd, "x", direct=True),
+            lambda: backend.adopt(file.fd),
             lambda: backend.register(window.address, window.nbytes),
         ):
             try:
