@@ -172,7 +172,7 @@ class Flights:
 
     def rest(self, most: float) -> float | None:
         """Seconds until there may be something to do though nothing is under way; None: as long as nobody calls."""
-        if self._losses:
+        if self._losses or self.ring.held:
             return most
         soonest = min((job.deadline_ns for job in self._timed.values()), default=None)
         return None if soonest is None else min(most, max(0, soonest - time.monotonic_ns()) / 1e9)

@@ -39,6 +39,7 @@ _KEPT_FILES = 64
 _SWEEP_S = 1.0
 
 _SETTINGS_S = 30.0
+_DEREGISTER_S = 2.0
 
 _settings = threading.Lock()  # kvikio's settings are the process's
 _asked: list[probe.Probe] = []  # what `available` found
@@ -338,8 +339,12 @@ class GdsBackend(IOBackend):
         What is not registered can be moved all the same, through buffers of cuFile's own. kvikio registers the whole
         allocation that the memory is in; requests name its start, since cuFile takes any other for not registered.
         """
+        with self._lock:
+            hung = any(call.lost for call in self._apart)
         if self.mode == COMPAT:
             why = "compat mode registers nothing"
+        elif hung:
+            why = "not tried: an earlier registration has not returned"
         else:
             try:
                 self.workers.check_process()
@@ -369,7 +374,7 @@ class GdsBackend(IOBackend):
             span, _ = self._regions.pop(base)
         call = self.apart(lambda: self._deregister(base, span), "deregistration")
         with suppress(Exception):
-            call.get()
+            call.get(_DEREGISTER_S)
         return call.returned()
 
     def region(self, address: int, nbytes: int) -> tuple[int, int]:

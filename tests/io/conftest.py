@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxfer import probe
-from kvxfer.io import gds
 from kvxfer.testing import FaultyIO
-from tests.kvikio_double import Kvikio
+from tests.kvikio_double import kvikio
+
+__all__ = ["faults", "kvikio"]
 
 
 @pytest.fixture(autouse=True)
@@ -17,13 +17,3 @@ def faults() -> Iterator[FaultyIO]:
     """Faults for this test."""
     with FaultyIO() as io:
         yield io
-
-
-@pytest.fixture
-def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
-    """A double of kvikio, and a device that answers."""
-    double = Kvikio(monkeypatch)
-    monkeypatch.setattr(gds, "_asked", [])
-    monkeypatch.setattr(probe, "cuda", lambda timeout_s: probe.Probe(True, "1 x Fake H200, CUDA 13.0"))
-    yield double
-    double.close()

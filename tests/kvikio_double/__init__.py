@@ -6,10 +6,14 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvxfer import probe
+from kvxfer.io import gds
 
 HERE = Path(__file__).parent
 
@@ -40,3 +44,13 @@ class Kvikio:
             self.double.reset()
         for name in [name for name in sys.modules if name.partition(".")[0] == "kvikio"]:
             del sys.modules[name]
+
+
+@pytest.fixture
+def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
+    """A double of kvikio, and a device that answers."""
+    double = Kvikio(monkeypatch)
+    monkeypatch.setattr(gds, "_asked", [])
+    monkeypatch.setattr(probe, "cuda", lambda timeout_s: probe.Probe(True, "1 x Fake H200, CUDA 13.0"))
+    yield double
+    double.close()
