@@ -111,7 +111,10 @@ class Carrier(ABC):
 
     @abstractmethod
     def late(self) -> list[tuple[Batch, int]]:
-        """Chunks (by place in their batch) of stores that landed LOST, whose write has returned since: slots free."""
+        """Chunks (by place in their batch) of stores that landed LOST, whose write has returned since: slots free.
+
+        Also after a shutdown.
+        """
 
     @abstractmethod
     def returned(self) -> list[Bay]:

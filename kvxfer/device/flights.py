@@ -134,13 +134,14 @@ class Flights:
         self._close_all(Status.CANCELLED)
         self.work.notify_all()
 
-    def lose(self, reason: str, defect: BaseException | None = None) -> None:
-        """The device counts as lost. Locks."""
+    def lose(self, reason: str, exc: BaseException | None = None) -> None:
+        """The device counts as lost. What was raised leaves a trace if it is a defect. Locks."""
         with self.lock:
             if self.reason:
                 return
             self.reason = reason
             what = f"{self._device.label} ({self._device.name}) was lost, nothing is moved to or from it: {reason}"
+            defect = None if isinstance(exc, DeviceError) else exc
             engine_reporter.warn("device lost", what, exc_info=defect, device=self._device.label)
             self._close_all(Status.DEVICE)
             for queue in self._queue.values():
@@ -161,10 +162,11 @@ class Flights:
 
     def stats(self) -> dict[str, int]:
         """Of the device: see DeviceRunner.stats."""
+        bays = len(self.ring.bays) - len(self.ring.leaked)
         return {
-            "device_bays": len(self.ring.bays) - len(self.ring.leaked),
+            "device_bays": bays,
             "device_bays_in_use": self.ring.in_use,
-            "device_bay_bytes": self.ring.nbytes,
+            "device_bays_bytes": bays * self.ring.nbytes,
             "device_held_bays": self.ring.held,
             "device_leaked_bays": len(self.ring.leaked),
             "device_lost": int(bool(self.reason)),
@@ -235,9 +237,9 @@ class Flights:
             self.take_late()
         if self.hurry:
             self._leave_all()
-        while (flight := self._next()) is not None:
+        while (fresh := self._next()) is not None:
             moved = True
-            self._begin(flight)
+            self._begin(fresh)
         return moved
 
     @staticmethod
@@ -288,11 +290,11 @@ class Flights:
                 self._carrier.begin_load(flight.batch)
             else:
                 self._gather(flight)
-        except DeviceError as exc:
-            self._fail(flight, exc)
-        except Exception as exc:  # a carrier that was shut down, no memory
-            if not flight.is_load:  # what was queued until then is not known
-                raise
+        except Exception as exc:
+            if isinstance(exc, DeviceError) or not flight.is_load:
+                self._fail(flight, exc)
+                return
+            # A carrier that was shut down, no memory: nothing of it is on the device.
             engine_reporter.failed("carrier", "a load could not be started", exc)
             self._land(all_failed(flight.batch, Status.CANCELLED))
 
@@ -383,16 +385,16 @@ class Flights:
         if enters:
             try:
                 self._scatter(flight)
-            except DeviceError as exc:
+            except Exception as exc:
                 self._fail(flight, exc)
         self._retire(flight)
 
-    def _fail(self, flight: Flight, exc: DeviceError) -> None:
-        """A call for a batch has failed: what it had queued before is not known."""
+    def _fail(self, flight: Flight, exc: Exception) -> None:
+        """A call for a batch has failed: what it had queued before is not known, and it is not the carrier's."""
         with self.lock:
             flight.soiled = True
             self._uncarry(flight)
-        self.lose(str(exc))
+        self.lose(str(exc), exc)
         self._retire(flight)
 
     def _fence(self) -> None:

@@ -111,8 +111,6 @@ class HostCarrier(Carrier):
     def poll(self) -> list[Landing]:
         """See Carrier."""
         landings = [landing for batch in list(self._copies) if (landing := self._look(batch)) is not None]
-        for which in self._runner.late():
-            self._come_back(which)
         for direction in (LOAD, STORE):
             while (outcome := self._runner.poll(direction)) is not None:
                 landings.append(self._land(outcome))
@@ -120,6 +118,8 @@ class HostCarrier(Carrier):
 
     def late(self) -> list[tuple[Batch, int]]:
         """See Carrier."""
+        for which in self._runner.late():
+            self._come_back(which)
         late, self._late = self._late, []
         return late
 

@@ -188,7 +188,7 @@ class DeviceRunner(Runner):
                 self._flights.close(job, Status.CANCELLED)
 
     def stats(self) -> dict[str, int]:
-        """The carrier's, and of the device: bays, bytes of one, how many were left behind, whether it was lost."""
+        """The carrier's, and of the device: its bays, their bytes, how many are left behind, whether it was lost."""
         check_process(self._pid, "engine")
         with self._lock:
             return self._carrier.stats() | self._flights.stats()
