@@ -12,6 +12,7 @@ from kvxfer.device.base import Event
 from kvxfer.device.bays import Bay
 from kvxfer.device.form import Form
 from kvxfer.errors import DeviceError
+from kvxfer.io.ladder import Rung
 from kvxfer.jobs import ChunkError, Status
 
 __all__ = ["Batch", "Carrier", "Landing", "all_failed"]
@@ -55,9 +56,13 @@ def all_failed(batch: Batch, status: Status, fault: DeviceError | None = None) -
 class Carrier(ABC):
     """Moves batches between bays and files. All calls but `make_bay` and `shutdown` return at once.
 
+    `rung` is how its way was chosen, where it was.
+
     One thread, the runner's, calls it; `stats`, `shutdown` and `abandon` may come from any. A batch that was begun
     lands exactly once, in any order, within io_timeout_s of its calls, unless `forsake` names it.
     """
+
+    rung: Rung | None = None
 
     @abstractmethod
     def make_bay(self, number: int, nbytes: int, ids_bytes: int, sums_bytes: int) -> Bay:

@@ -8,9 +8,12 @@ from pathlib import Path
 from kvxfer.config import EngineConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.device.base import Device
+from kvxfer.device.carrier import Carrier
+from kvxfer.device.gds_carrier import DeviceTrial, GdsCarrier, backend_for
 from kvxfer.device.host_carrier import HostCarrier
 from kvxfer.device.runner import DeviceRunner
 from kvxfer.errors import LayoutError
+from kvxfer.io.ladder import Rung, Step, climb
 from kvxfer.io.modes import in_memory
 from kvxfer.jobs import Runner, runner_of
 from kvxfer.slot import SlotLayout
@@ -29,7 +32,7 @@ def runner_over(
         root: of the store.
 
     Raises:
-        ConfigError: staging_bytes holds no buffer for such a slot.
+        ConfigError: staging_bytes holds no buffer for such a slot, or what `config.gds` wants does not work.
         LayoutError: the pages are on several devices, or not on `device`.
         DeviceMemoryError: the device has no memory for one bay.
         DeviceError
@@ -37,12 +40,28 @@ def runner_over(
     device, memory = device or _device_of(pages), in_memory(root)
     if device is None:
         return runner_of(config, slot, memory=memory)
-    carrier = HostCarrier(device, config, slot, memory=memory)
+    carrier, limit = _carrier(device, config, slot, root, memory)
     try:
-        return DeviceRunner(device, carrier, pages, config), carrier.staging_limit
+        return DeviceRunner(device, carrier, pages, config), limit
     except BaseException:
         carrier.shutdown(0)
         raise
+
+
+def _carrier(device: Device, config: EngineConfig, slot: SlotLayout, root: Path, memory: bool) -> tuple[Carrier, int]:
+    """By the way that the ladder found for this root, and the bytes that its threads' buffers take."""
+    rung: Rung | None = None
+    if memory:
+        rung = Rung("host", (Step("file", "direct and compat off: files are pages of memory, there is no drive"),))
+    elif device.label.startswith("cuda"):
+        rung = climb(root, DeviceTrial(device), want=config.gds)
+    if rung is None or (backend := backend_for(rung, config)) is None:
+        host = HostCarrier(device, config, slot, memory=memory)
+        host.rung = rung
+        return host, host.staging_limit
+    carrier = GdsCarrier(device, backend, config)
+    carrier.rung = rung
+    return carrier, 0
 
 
 def _device_of(pages: Sequence[KVPages]) -> Device | None:

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +25,12 @@ from kvxfer.device.form import Form
 from kvxfer.device.gds_slots import Journey, SlotPlan
 from kvxfer.errors import DeviceError, KvxferError
 from kvxfer.io.gds import COMPAT, DIRECT, GdsBackend
-from kvxfer.io.ladder import Rung, climb
+from kvxfer.io.ladder import Rung
 from kvxfer.jobs import LOAD, STORE, ChunkError, Status
 from kvxfer.report import engine_reporter
 from kvxfer.staging import AlignedBuffer
 
-__all__ = ["DeviceTrial", "GdsBay", "GdsCarrier", "backend_for", "climb_for"]
+__all__ = ["DeviceTrial", "GdsBay", "GdsCarrier", "backend_for"]
 
 _RECORD = C.sizeof(_native.Chunk)
 _PAUSE_S = 0.001
@@ -440,8 +439,3 @@ def backend_for(rung: Rung, config: EngineConfig) -> GdsBackend | None:
         io_timeout_s=config.io_timeout_s,
         max_lost=config.max_lost_threads,
     )
-
-
-def climb_for(device: Device, directory: Path, want: str = "auto") -> Rung:
-    """`ladder.climb` with this device's memory."""
-    return climb(directory, DeviceTrial(device), want=want)

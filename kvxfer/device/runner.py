@@ -188,10 +188,11 @@ class DeviceRunner(Runner):
                 self._flights.close(job, Status.CANCELLED)
 
     def stats(self) -> dict[str, int]:
-        """The carrier's, and of the device: its bays, their bytes, how many are left behind, whether it was lost."""
+        """The carrier's, `Rung.stats`, and of the device: its bays, their bytes, those left behind, if it was lost."""
         check_process(self._pid, "engine")
         with self._lock:
-            return self._carrier.stats() | self._flights.stats()
+            rung = {} if self._carrier.rung is None else self._carrier.rung.stats()
+            return self._carrier.stats() | self._flights.stats() | rung
 
     def shutdown(self, timeout_s: float) -> int:
         """As `Runner.shutdown`. Work that the device has not done by then keeps its bay, and its pages, for ever."""

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import probe
+from kvxfer.config import GDS_MODES
 from kvxfer.errors import ConfigError, IOFault, KvxferError
 from kvxfer.io import gds
 from kvxfer.io.gds import GdsBackend, GdsFile, Window
@@ -37,7 +38,7 @@ from kvxfer.slot import ALIGNMENT
 from kvxfer.staging import AlignedBuffer
 
 RUNGS = ("direct", "compat", "host")
-WANTS = ("auto", "gds", "compat", "host")
+WANTS = GDS_MODES
 # Why a rung was left: what a metric counts.
 REASONS = (
     "configured", "no_device", "no_kvikio", "kvikio_broken", "kvikio_version", "driver", "compat", "file", "full",
@@ -78,6 +79,13 @@ class Rung:
     def request_bytes(self) -> int:
         """The most that a request may move, by the driver's own word where it gives one."""
         return min(gds.REQUEST_BYTES, int(self.found.get("max_direct_io_bytes") or gds.REQUEST_BYTES))
+
+    def stats(self) -> dict[str, int]:
+        """As counters by name: `rung_direct` .. of which one is 1, `step_driver` .. how often it was the reason."""
+        kinds = [step.kind for step in self.steps]
+        return {f"rung_{name}": int(name == self.name) for name in RUNGS} | {
+            f"step_{kind}": kinds.count(kind) for kind in REASONS
+        }
 
     def as_json(self) -> dict[str, Any]:
         """For a report."""

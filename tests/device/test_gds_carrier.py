@@ -15,18 +15,23 @@ import numpy as np
 import pytest
 
 from kvxfer import _native
+from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.device import gds_carrier
 from kvxfer.device.form import form_of
 from kvxfer.device.gds_carrier import DeviceTrial
 from kvxfer.device.gds_slots import SlotPlan, Span
+from kvxfer.engine import TransferEngine
+from kvxfer.errors import ConfigError
 from kvxfer.io import gds, ladder
 from kvxfer.io.gds import COMPAT, DIRECT
 from kvxfer.jobs import LOAD, STORE, ChunkError, JobOutcome, Status
 from kvxfer.layout import row_mapping
 from kvxfer.report import Reporter
-from kvxfer.testing import FaultyIO, assert_bytes_equal
+from kvxfer.store import Store
+from kvxfer.testing import FakeDevice, FaultyIO, assert_bytes_equal
 from tests.device.gds_rig import Cuda, GdsRig, TrackedDevice
+from tests.engine.rig import keys_of, namespace_of
 from tests.jobs.rig import EACH, MODEL, Rig, expect, generation_of, key_of, poisoned, ranks
 from tests.kvikio_double import Kvikio, kvikio
 from tests.oracle import POISON
@@ -355,7 +360,7 @@ def test_a_file_that_cannot_be_opened_again_is_an_errno(make: Make, monkeypatch:
     def full(fd: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(gds.os, "dup", full)
+    monkeypatch.setattr(os, "dup", full)
     errors = found(rig.put(source, EACH[:2]))
     monkeypatch.undo()
     assert [(error.status, error.errno) for error in errors] == [(Status.IO, errno.EMFILE)] * 2
@@ -376,7 +381,7 @@ def test_a_write_that_never_returns_is_lost_and_its_bay_kept_until_it_does(make:
     ok(rig.put(source, EACH[4:], chunks=range(4, 8)))  # by the other bay, and other threads
     late: list[tuple[int, int]] = []
     rig.kvikio.double.release.set()
-    until(lambda: late.extend(rig.gds.late()) or len(late) == 2)  # type: ignore[func-returns-value]
+    until(lambda: late.extend(rig.gds.late()) or len(late) == 2)
     assert sorted(late) == [(job, 0), (job, 1)]
     until(lambda: rig.gds.stats()["device_held_bays"] == 0)
     ok(rig.put(source, EACH))
@@ -448,7 +453,7 @@ def test_a_cancelled_store_leaves_what_was_begun_lost_and_the_rest_untouched(mak
     assert sorted(outcome.status.tolist()) == [Status.CANCELLED] * 6 + [Status.LOST] * 2
     rig.kvikio.double.release.set()
     late: list[tuple[int, int]] = []
-    until(lambda: late.extend(rig.gds.late()) or len(late) == 2)  # type: ignore[func-returns-value]
+    until(lambda: late.extend(rig.gds.late()) or len(late) == 2)
     assert sorted(late) == [(job, chunk) for chunk in np.flatnonzero(outcome.status == Status.LOST).tolist()]
     until(lambda: rig.gds.stats()["device_held_bays"] == 0)
     assert len(rig.calls("raw_write")) == 2
@@ -498,7 +503,7 @@ def test_a_shutdown_is_bounded_though_calls_hang(make: Make) -> None:
     assert sorted(outcome.status.tolist()) == [Status.CANCELLED] * 6 + [Status.LOST] * 2
     rig.kvikio.double.release.set()
     late: list[tuple[int, int]] = []
-    until(lambda: late.extend(rig.gds.late()) or len(late) == 2)  # type: ignore[func-returns-value]
+    until(lambda: late.extend(rig.gds.late()) or len(late) == 2)
 
 
 def test_a_shutdown_waits_for_writes_under_way(make: Make) -> None:
@@ -579,3 +584,71 @@ def test_the_ladder_is_tried_with_a_devices_own_memory(
     assert (rung.name, rung.steps, rung.request_bytes) == ("direct", (), 1 << 20)
     assert device.allocated == {True: 0, False: 0}
     assert device.defects == []
+
+
+@pytest.mark.parametrize(
+    ("faults", "rung", "reasons"), [({}, "direct", {}), ({"driver_open": "no"}, "compat", {"driver": 1})]
+)
+def test_an_engine_takes_the_rung_that_its_root_has_and_tells_it(
+    kvikio: Kvikio,
+    tmp_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: dict[str, str],
+    rung: str,
+    reasons: dict[str, int],
+) -> None:
+    cuda = Cuda(kvikio)
+    monkeypatch.setattr(gds, "LibCuda", lambda: cuda)
+    kvikio.in_children(**faults)
+    config = EngineConfig(bays=2, bay_bytes=1 << 20)
+    target = ranks(MODEL, "hnd", 1, filled=False)
+    with Store.open(StoreConfig(root=tmp_root, capacity_bytes=8 << 20, slab_bytes=1 << 20)) as store:
+        engines = []
+        for pages in (ranks(MODEL, "nhd", 2, filled=True), target):
+            device = TrackedDevice(cuda)
+            device.label = "cuda:0"
+            engines.append(TransferEngine(store, namespace_of(), pages, config=config, device=device))
+        writer, reader = engines
+        writer.submit_store(1, keys_of(range(8)), list(range(8)))
+        assert writer.wait([1], 20)[1].bitmap.count() == 8
+        reader.submit_load(2, keys_of(range(8)), list(range(8)))
+        assert reader.wait([2], 20)[2].bitmap.count() == 8
+        expect(MODEL, "hnd", target, range(8))
+        metrics = reader.metrics()
+        rungs = {each: metrics.value("kvxfer_io_rung", rung=each) for each in ladder.RUNGS}
+        assert rungs == {each: float(each == rung) for each in ladder.RUNGS}
+        told = {each: metrics.value("kvxfer_io_steps_down_total", reason=each) for each in ladder.REASONS}
+        assert {reason: count for reason, count in told.items() if count} == reasons
+        for engine in engines:
+            engine.shutdown()
+    own = [call for call in kvikio.double.calls if call[0] in ("raw_write", "raw_read") and call[1] < 1 << 20]
+    assert len(own) == 16  # the larger ones were the test's
+    assert {straight for *_, straight in own} == {rung == "direct"}
+
+
+def test_what_is_wanted_and_does_not_work_keeps_an_engine_from_starting(
+    kvikio: Kvikio, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gds, "LibCuda", lambda: Cuda(kvikio))
+    kvikio.in_children(is_gds_available=False)
+    device = TrackedDevice(Cuda(kvikio))
+    device.label = "cuda:0"
+    pages = ranks(MODEL, "nhd", 1, filled=True)
+    with Store.open(StoreConfig(root=tmp_root, capacity_bytes=8 << 20, slab_bytes=1 << 20)) as store:
+        with pytest.raises(ConfigError, match="io 'gds' does not work in .*cuFile's own compat mode"):
+            TransferEngine(store, namespace_of(), pages, config=EngineConfig(gds="gds"), device=device)
+        with pytest.raises(ConfigError, match="gds='direct'"):
+            EngineConfig(gds="direct")
+
+
+def test_a_device_that_is_not_cudas_goes_by_the_host_and_nothing_is_asked(
+    kvikio: Kvikio, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvxfer.device import choice
+
+    monkeypatch.setattr(choice, "climb", lambda *_, **__: pytest.fail("it was asked"))
+    pages = ranks(MODEL, "nhd", 1, filled=True)
+    with Store.open(StoreConfig(root=tmp_root, capacity_bytes=8 << 20, slab_bytes=1 << 20)) as store:
+        engine = TransferEngine(store, namespace_of(), pages, device=FakeDevice())
+        assert engine.metrics().value("kvxfer_io_rung", rung="host") == 0
+        engine.shutdown()
