@@ -1,7 +1,5 @@
 """Files through kvikio: between a drive and a device's memory, by GPUDirect Storage, or kvikio's way through the host.
 
-kvikio is imported by `_import` alone, which `available` goes before: without a device cuFile spins for ever.
-
 Its thread pool is not used. A call that never returns would hold up the interpreter's exit there, and it runs one
 request at a time by default; here `depth` daemon threads make one blocking request each (`raw_read`, `raw_write`).
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import importlib.util
 import os
 import threading
 import time
@@ -22,88 +19,22 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer import probe
 from kvxfer.errors import ConfigError, DeviceError, IOFault, StoreError
 from kvxfer.io.base import IOBackend, IOFile
+from kvxfer.io.kvikio_door import held, import_kvikio
 from kvxfer.io.libcuda import Cuda, LibCuda
 from kvxfer.io.posix import PosixFile
 from kvxfer.io.system import PRIVATE_FILE, sys_open
 from kvxfer.io.workers import Call, Workers
 from kvxfer.slot import ALIGNMENT
 
-SUPPORTED = ((26, 4), (27, 0))  # kvikio: from the first version on, before the second
 REQUEST_BYTES = 16 << 20  # cuFile moves at most so much a request
 DEPTH = 16
 DIRECT, COMPAT = "direct", "compat"
 _KEPT_FILES = 64
 _SWEEP_S = 1.0
 
-_SETTINGS_S = 30.0
 _DEREGISTER_S = 2.0
-
-_settings = threading.Lock()  # kvikio's settings are the process's
-_asked: list[probe.Probe] = []  # what `available` found
-
-_IMPORT = """
-import kvikio, kvikio.buffer, kvikio.cufile, kvikio.cufile_driver, kvikio.defaults
-answer({"version": kvikio.__version__, "compat_mode": kvikio.defaults.get("compat_mode").name})
-"""
-
-
-def available(timeout_s: float = probe.TIMEOUT_S) -> probe.Probe:
-    """Whether kvikio can be imported here: a device answers, kvikio is there, whole, and of a version that was tried.
-
-    Asked once a process, in children that have `timeout_s` each. `found` has `kind` where it cannot (no_device,
-    no_kvikio, kvikio_broken, kvikio_version), `version` and `compat_mode` (ON where KVIKIO_COMPAT_MODE says so) where
-    it can.
-    """
-    if not _asked:
-        _asked.append(_ask(timeout_s))
-    return _asked[0]
-
-
-def _ask(timeout_s: float) -> probe.Probe:
-    if not (device := probe.cuda(timeout_s)).ok:
-        return probe.Probe(False, f"no CUDA device: {device.why}", {"kind": "no_device"})
-    if importlib.util.find_spec("kvikio") is None:
-        return probe.Probe(False, "kvikio is not installed", {"kind": "no_kvikio"})
-    answer = probe.ask(_IMPORT, timeout_s)
-    if answer.said is None:
-        return probe.Probe(False, f"kvikio cannot be imported: {answer.why}", {"kind": "kvikio_broken"})
-    version = str(answer.said["version"])
-    low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
-    if not SUPPORTED[0] <= _numbers(version) < SUPPORTED[1]:
-        why = f"kvikio {version} is not supported: want {low} or newer, and older than {high}"
-        return probe.Probe(False, why, {"kind": "kvikio_version"} | answer.said)
-    return probe.Probe(True, f"kvikio {version} on {device.why}", answer.said)
-
-
-@contextmanager
-def _held() -> Iterator[None]:
-    """Alone with kvikio's settings. DeviceError where whoever has them does not come back."""
-    if not _settings.acquire(timeout=_SETTINGS_S):
-        raise DeviceError(f"kvikio's settings are held by a call that has not returned for {_SETTINGS_S:g} s")
-    try:
-        yield
-    finally:
-        _settings.release()
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    """The first two numbers of a version; (-1, -1) where it does not begin with two."""
-    parts = version.split(".")[:2]
-    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else (-1, -1)
-
-
-def _import() -> Any:
-    """kvikio. DeviceError with the reason where it cannot be used."""
-    if not (found := available()).ok:
-        raise DeviceError(found.why)
-    os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)  # else cufile.log lands in the working directory
-    import kvikio
-    import kvikio.defaults
-
-    return kvikio
 
 
 class Window:
@@ -279,7 +210,7 @@ class GdsBackend(IOBackend):
         self.workers = Workers("gds", depth, io_timeout_s=io_timeout_s, max_lost=max_lost)
         self._timeout_s = io_timeout_s
         self._apart: list[Call] = []
-        self._kvikio = _import()
+        self._kvikio = import_kvikio()
         self.cuda: Cuda = LibCuda() if cuda is None else cuda
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[int, int], GdsFile] = OrderedDict()
@@ -339,11 +270,11 @@ class GdsBackend(IOBackend):
         What is not registered can be moved all the same, through buffers of cuFile's own. kvikio registers the whole
         allocation that the memory is in; requests name its start, since cuFile takes any other for not registered.
         """
+        if self.mode == COMPAT:
+            return "compat mode registers nothing"
         with self._lock:
             hung = any(call.lost for call in self._apart)
-        if self.mode == COMPAT:
-            why = "compat mode registers nothing"
-        elif hung:
+        if hung:
             why = "not tried: an earlier registration has not returned"
         else:
             try:
@@ -464,7 +395,7 @@ class GdsBackend(IOBackend):
     @contextmanager
     def _compat_mode(self) -> Iterator[None]:
         wanted = self._kvikio.CompatMode.OFF if self.mode == DIRECT else self._kvikio.CompatMode.ON
-        with _held(), self._kvikio.defaults.set("compat_mode", wanted):
+        with held(), self._kvikio.defaults.set("compat_mode", wanted):
             yield
 
     def _raise_defaults(self) -> dict[str, tuple[Any, Any]]:
@@ -474,7 +405,7 @@ class GdsBackend(IOBackend):
         """
         wanted = {"auto_direct_io_read": True, "auto_direct_io_write": True}
         before = {name: self._kvikio.defaults.get(name) for name in wanted}
-        with _held():
+        with held():
             self._kvikio.defaults.set(wanted)
         return {name: (before[name], self._kvikio.defaults.get(name)) for name in wanted}
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvxfer import probe
 from kvxfer.config import GDS_MODES
 from kvxfer.errors import ConfigError, IOFault, KvxferError
-from kvxfer.io import gds
+from kvxfer.io import gds, kvikio_door
 from kvxfer.io.gds import GdsBackend, GdsFile, Window
 from kvxfer.io.libcuda import Cuda, CudaMemory, LibCuda
 from kvxfer.io.posix import PosixFile
@@ -151,7 +151,7 @@ def climb_here(directory: Path, *, want: str = "auto", timeout_s: float = probe.
     """`climb` with memory of the first device by the driver's own calls: for a process that has no framework."""
     memory: CudaMemory | None = None
     cuda: LibCuda | None = None
-    if want != "host" and gds.available(timeout_s).ok:
+    if want != "host" and kvikio_door.available(timeout_s).ok:
         cuda = LibCuda()
         memory = CudaMemory(cuda)
     return climb(directory, memory, want=want, timeout_s=timeout_s, cuda=cuda)
@@ -197,7 +197,7 @@ def _climb(directory: Path, memory: DeviceMemory | None, want: str, timeout_s: f
 
 def _ask_kvikio(memory: DeviceMemory | None, timeout_s: float) -> str:
     """What kvikio's compat mode is set to, where kvikio can be used at all."""
-    if not (kvikio := gds.available(timeout_s)).ok:
+    if not (kvikio := kvikio_door.available(timeout_s)).ok:
         raise _Refused(kvikio.found["kind"], kvikio.why)
     if memory is None:
         raise _Refused("no_device", "no device's memory was given")

@@ -23,7 +23,7 @@ from kvxfer.device.gds_carrier import DeviceTrial
 from kvxfer.device.gds_slots import SlotPlan, Span
 from kvxfer.engine import TransferEngine
 from kvxfer.errors import ConfigError
-from kvxfer.io import gds, ladder
+from kvxfer.io import gds, kvikio_door, ladder
 from kvxfer.io.gds import COMPAT, DIRECT
 from kvxfer.jobs import LOAD, STORE, ChunkError, JobOutcome, Status
 from kvxfer.layout import row_mapping
@@ -46,7 +46,7 @@ def make(kvikio: Kvikio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Rigs, over one file unless another is named. What kvikio and the machine answer is tested elsewhere."""
     from kvxfer import probe
 
-    monkeypatch.setattr(gds, "_asked", [probe.Probe(True, "kvikio", {"compat_mode": "AUTO"})])
+    monkeypatch.setattr(kvikio_door, "_asked", [probe.Probe(True, "kvikio", {"compat_mode": "AUTO"})])
     monkeypatch.setattr(gds_carrier, "engine_reporter", Reporter("kvxfer.engine"))
     made: list[GdsRig] = []
 

@@ -19,7 +19,7 @@ import pytest
 
 from kvxfer import probe
 from kvxfer.errors import ConfigError, DeviceError, ForkError, IOFault, StoreError
-from kvxfer.io import gds
+from kvxfer.io import gds, kvikio_door
 from kvxfer.io.gds import COMPAT, DIRECT, GdsBackend, Window, errno_of
 from kvxfer.testing import FaultyIO, assert_bytes_equal
 from tests.io.gds_rig import FakeCuda
@@ -482,7 +482,7 @@ def test_cufiles_log_does_not_land_in_the_working_directory(
 
 
 def refused(kvikio: Kvikio) -> probe.Probe:
-    found = gds.available(5)
+    found = kvikio_door.available(5)
     assert not found.ok
     assert "kvikio.double" not in sys.modules
     with pytest.raises(DeviceError) as info:
@@ -513,7 +513,7 @@ def test_kvikio_that_is_broken(kvikio: Kvikio) -> None:
 
 def test_kvikio_that_never_ends_its_import(kvikio: Kvikio) -> None:
     kvikio.in_children(**{"import": "hangs"})
-    assert gds.available(0.5).why == "kvikio cannot be imported: no answer within 0.5 s"
+    assert kvikio_door.available(0.5).why == "kvikio cannot be imported: no answer within 0.5 s"
     refused(kvikio)
 
 
@@ -530,9 +530,9 @@ def test_kvikio_of_a_version_that_will_do_is_asked_once(
     kvikio: Kvikio, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     kvikio.in_children(version=version)
-    assert gds.available(20).why == f"kvikio {version} on 1 x Fake H200, CUDA 13.0"
+    assert kvikio_door.available(20).why == f"kvikio {version} on 1 x Fake H200, CUDA 13.0"
     monkeypatch.setattr(probe, "ask", lambda *_: pytest.fail("asked again"))
-    assert gds.available().ok
+    assert kvikio_door.available().ok
 
 
 def test_not_in_a_fork(machine: Machine) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from kvxfer import probe
 from kvxfer.errors import ConfigError
-from kvxfer.io import gds, ladder
+from kvxfer.io import gds, kvikio_door, ladder
 from kvxfer.io.ladder import REASONS, Rung, climb
 from kvxfer.report import Reporter
 from kvxfer.testing import FaultyIO
@@ -37,7 +37,7 @@ class Place:
 
     def asked(self) -> Place:
         """As where kvikio and the driver gave good answers, of which there are tests above."""
-        self._monkeypatch.setattr(gds, "_asked", [probe.Probe(True, "kvikio", {"compat_mode": "AUTO"})])
+        self._monkeypatch.setattr(kvikio_door, "_asked", [probe.Probe(True, "kvikio", {"compat_mode": "AUTO"})])
         self._monkeypatch.setattr(ladder, "_ask_driver", lambda *_: {"is_gds_available": 1})
         return self
 
@@ -152,7 +152,7 @@ def test_a_driver_that_refuses_leaves_kvikios_compat_mode(
 @pytest.mark.parametrize("where", ["driver_open", "CuFile"])
 def test_a_driver_that_never_answers_is_left_in_its_process(place: Place, where: str) -> None:
     """Here the open spins for ever where something is missing that it needs."""
-    gds.available(TIMEOUT_S)
+    kvikio_door.available(TIMEOUT_S)
     place.kvikio.in_children(hang=[where])
     start = time.monotonic()
     rung = place.climb(timeout_s=1.0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvxfer import probe
-from kvxfer.io import gds
+from kvxfer.io import kvikio_door
 
 HERE = Path(__file__).parent
 
@@ -50,7 +50,7 @@ class Kvikio:
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
     """A double of kvikio, and a device that answers."""
     double = Kvikio(monkeypatch)
-    monkeypatch.setattr(gds, "_asked", [])
+    monkeypatch.setattr(kvikio_door, "_asked", [])
     monkeypatch.setattr(probe, "cuda", lambda timeout_s: probe.Probe(True, "1 x Fake H200, CUDA 13.0"))
     yield double
     double.close()
