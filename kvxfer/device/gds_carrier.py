@@ -36,7 +36,7 @@ _RECORD = C.sizeof(_native.Chunk)
 _PAUSE_S = 0.001
 _COUNTED = {
     Status.TRUNCATED: "truncated", Status.BAD_TRAILER: "bad_trailer", Status.FOREIGN: "foreign",
-    Status.BAD_SUM: "bad_sum", Status.ABSENT: "absent", Status.IO: "io_errors", Status.CUT: "deadline_cuts",
+    Status.BAD_SUM: "bad_sum", Status.ABSENT: "absent", Status.IO: "io_errors",
 }  # fmt: skip
 
 
@@ -94,7 +94,8 @@ class GdsCarrier(Carrier):
     """See the module.
 
     A chunk's transfers are one call on one of the backend's threads; one that outlives io_timeout_s is given up as
-    LOST, and keeps its bay until it has returned, a load's as well as a store's.
+    LOST, and keeps its bay until it has returned, a load's as well as a store's. Deadlines are the runner's, which
+    cancels what nobody waits for.
 
     Args:
         backend: the carrier's from now on.
@@ -280,8 +281,6 @@ class GdsCarrier(Carrier):
     def _advance(self, trip: _Trip) -> Landing | None:
         """As far as a trip goes without waiting; its end."""
         batch = trip.batch
-        if batch.direction == LOAD and batch.deadline_ns and time.monotonic_ns() >= batch.deadline_ns:
-            trip.close(Status.CUT, drain=False)
         if trip.stage is _Stage.SUMS:
             if not self._is_done(trip):
                 return None

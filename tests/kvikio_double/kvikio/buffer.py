@@ -22,8 +22,8 @@ def place(buf: Any, host: bool) -> tuple[int, int]:
 def memory_register(buf) -> None:
     address, nbytes = place(buf, host=False)
     double.called("memory_register", address, nbytes)
-    if defaults.is_compat_mode_preferred():
-        return
+    if defaults.get("compat_mode") != defaults.CompatMode.OFF:
+        return  # as the real one under AUTO may: without a word
     base, span = double.faults.get("allocation", (address, nbytes))
     if message := double.faults.get("register"):
         raise RuntimeError(message)

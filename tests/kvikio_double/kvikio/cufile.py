@@ -25,7 +25,7 @@ class IOFuture:
 
 class CuFile:
     def __init__(self, file: pathlib.Path | str, flags: str = "r"):
-        self.compat = defaults.is_compat_mode_preferred()
+        self.compat = defaults.get("compat_mode") != defaults.CompatMode.OFF  # as the real one under AUTO may choose
         double.called("CuFile", os.fspath(file), flags, self.compat)
         if not self.compat and (message := double.faults.get("refuse_files")):
             raise RuntimeError(message)
