@@ -32,6 +32,8 @@ __all__ = ["Flights"]
 
 _RECORD = C.sizeof(_native.Chunk)
 REHEARSAL_S = 120.0  # a device may have to compile first
+LEAST_BATCH = 1 << 20  # bytes: smaller ones cost more than they overlap
+LANDING_NS = 10_000_000  # before a load's deadline: what the carrier has by then is still scattered
 
 
 class Flights:
@@ -266,8 +268,7 @@ class Flights:
                     self._drop(direction, Status.STALLED)
                 return None
             job = self._queue[direction][0]
-            per_chunk = 8 * job.form.slot.blocks_per_chunk
-            first, count = job.take(min(bay.nbytes // job.form.chunk_bytes, bay.ids.nbytes // per_chunk))
+            first, count = job.take(self._most(job, bay))
             batch = Batch(
                 direction,
                 bay,
@@ -275,7 +276,7 @@ class Flights:
                 job.records[first * _RECORD : (first + count) * _RECORD],
                 job.block_ids[first : first + count],
                 job.digest,
-                job.deadline_ns,
+                job.lands_ns(LANDING_NS),
             )
             flight = self._flights[batch] = Flight(job, batch, first)
             flight.carried = True
@@ -283,6 +284,12 @@ class Flights:
                 job.carried += 1
                 self._enter(flight)
             return flight
+
+    def _most(self, job: DeviceJob, bay: Bay) -> int:
+        """Chunks of a batch: what the bay holds; less where a job can so be in all bays at once."""
+        holds = min(bay.nbytes // job.form.chunk_bytes, bay.ids.nbytes // (8 * job.form.slot.blocks_per_chunk))
+        share = -(-job.chunks // (2 * len(self.ring.bays)))
+        return min(holds, max(share, LEAST_BATCH // job.form.chunk_bytes, 1))
 
     def _begin(self, flight: Flight) -> None:
         try:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.coordinator import Coordinator
+from kvxfer.device.base import Device
 from kvxfer.jobs import Status
 from kvxfer.ranks import Ended, Rank
 from kvxfer.store import Store
@@ -32,9 +33,14 @@ def _always(pages: KVPages) -> Callable[[int], KVPages]:
 class Group:
     """The ranks of one server."""
 
+    make_device: ClassVar[Callable[[], Device | None]] = staticmethod(lambda: None)  # tests/device puts one here
+
     def __init__(self, root: Path, pages: Sequence[KVPages], config: EngineConfig) -> None:
         self.pages = list(pages)
-        self.ranks = [Rank(root, _always(mine), config=config, number=number) for number, mine in enumerate(self.pages)]
+        self.ranks = [
+            Rank(root, _always(mine), config=config, number=number, device=self.make_device())
+            for number, mine in enumerate(self.pages)
+        ]
         self.ended: list[list[Ended]] = [[] for _ in self.ranks]
 
     def submit(self, ticket: Ticket, block_ids: Any) -> None:

@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kvxfer.config import EngineConfig, StoreConfig
+from kvxfer.device.base import Device
 from kvxfer.engine import TransferEngine
 from kvxfer.geometry import KVGeometry
 from kvxfer.keys import Namespace, make_offload_key
@@ -44,6 +45,8 @@ def namespace_of(geometry: KVGeometry = GEOMETRY, blocks_per_chunk: int = 1, **c
 class Node:
     """One server: a store at `root` and engines over a TP2 NHD source and a TP4 HND target. Chunk i is block i."""
 
+    make_device: ClassVar[Callable[[], Device | None]] = staticmethod(lambda: None)  # tests/device puts one here
+
     def __init__(
         self,
         root: Path,
@@ -65,8 +68,12 @@ class Node:
         )
         self.source = ranks(model, "nhd", 2, blocks_per_chunk, filled=True)
         self.target = ranks(model, "hnd", 4, blocks_per_chunk, filled=False)
-        self.writer = TransferEngine(self.store, self.namespace, self.source, config=self.config, clock=clock)
-        self.reader = TransferEngine(self.store, self.namespace, self.target, config=self.config, clock=clock)
+        self.writer, self.reader = (
+            TransferEngine(
+                self.store, self.namespace, pages, config=self.config, clock=clock, device=self.make_device()
+            )
+            for pages in (self.source, self.target)
+        )
         self.digest = self.reader.digest
         self._job = 0
 
