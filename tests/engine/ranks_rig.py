@@ -76,7 +76,7 @@ class Server:
         **config: Any,
     ) -> None:
         self.layout, self.model = layout, model
-        self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0} | config))
+        self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0, "bay_bytes": 1 << 20} | config))
         self.store = Store.open(StoreConfig(root=root, capacity_bytes=capacity_bytes), writers=2)
         pages = ranks(model, layout, tp_size, blocks_per_chunk, filled=filled)
         self.published: list[bytes] = []

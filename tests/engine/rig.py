@@ -62,7 +62,7 @@ class Node:
     ) -> None:
         self.model = model
         self.namespace = namespace or namespace_of(blocks_per_chunk=blocks_per_chunk)
-        self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0} | config))
+        self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0, "bay_bytes": 1 << 20} | config))
         self.store = Store.open(
             StoreConfig(root=root, capacity_bytes=capacity_bytes, slab_bytes=slab_bytes, direct=direct), writers=2
         )
