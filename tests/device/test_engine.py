@@ -159,7 +159,7 @@ def test_no_memory_for_a_bay_refuses_the_engine_and_leaves_nothing(tmp_root: Pat
 class Labelled(KVPages):
     """Pages that say where they are."""
 
-    __slots__ = ("device",)
+    device = "cpu"
 
 
 def labelled(label: str) -> KVPages:

@@ -205,7 +205,7 @@ def test_a_shutdown_does_not_wait_for_a_device_that_hangs(tmp_path: Path, direct
     with card(tmp_path, pages) as both:
         both.device.frozen = True
         both.submit(direction, pages, chunks_of(1, 6))
-        until(lambda: {"gather", "scatter"} & {call[0] for call in both.calls}, "work is queued")
+        until(lambda: bool({"gather", "scatter"} & {call[0] for call in both.calls}), "work is queued")
         start = time.monotonic()
         assert both.runner.shutdown(0.2) == 0
         assert time.monotonic() - start < 3

@@ -129,7 +129,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     def launch_is_mine(name: str) -> Any:
         return mine if name == "kvxfer.convert.launch" else imports(name)
 
-    monkeypatch.setattr(torch_device.importlib, "import_module", launch_is_mine)
+    monkeypatch.setattr("kvxfer.device.torch_device.importlib.import_module", launch_is_mine)
     return mine
 
 
