@@ -452,8 +452,9 @@ class Flights:
                 if not flight.is_load:
                     job.ungathered -= flight.batch.chunks
                     self.news.notify_all()
-                elif flight.good is not None and not flight.soiled:
-                    job.settle(flight.first, flight.good, ())
+                elif flight.good is not None:
+                    came = np.uint8(Status.DEVICE if flight.soiled else Status.OK)  # blocks may be half written
+                    job.settle(flight.first, np.where(flight.good == Status.OK, came, flight.good), ())
         self._retire(flight)
 
     def _uncarry(self, flight: Flight) -> None:
