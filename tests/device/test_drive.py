@@ -109,8 +109,9 @@ def test_the_gate_is_looked_at_right_before_the_scatter(stored: Path, monkeypatc
             return landed
 
         monkeypatch.setattr(carrier, "poll", slow_poll)
-        outcome = reader.load(target, chunks_of(1, 3), deadline_s=0.3)
-        assert [e.status for e in outcome.errors] == [Status.CUT] * 3
+        reader.submit(LOAD, target, chunks_of(1, 3), deadline_s=0.3)
+        time.sleep(0.6)  # nobody asks the runner meanwhile: that would close the gate, too
+        assert [e.status for e in reader.finish(LOAD).errors] == [Status.CUT] * 3
         assert "scatter" not in [call[0] for call in reader.calls]
     assert poisoned(target)
 
