@@ -36,7 +36,7 @@ _RECORD = C.sizeof(_native.Chunk)
 _PAUSE_S = 0.001
 _COUNTED = {
     Status.TRUNCATED: "truncated", Status.BAD_TRAILER: "bad_trailer", Status.FOREIGN: "foreign",
-    Status.BAD_SUM: "bad_sum", Status.ABSENT: "absent", Status.IO: "io_errors",
+    Status.BAD_SUM: "bad_sum", Status.ABSENT: "absent", Status.IO: "io_errors", Status.CUT: "deadline_cuts",
 }  # fmt: skip
 
 
@@ -78,8 +78,10 @@ class _Trip:
     event: Event | None = None  # after the device's part
     since: float = field(default_factory=time.monotonic)
     journeys: list[Journey] = field(default_factory=list)
+    summed: list[Journey] = field(default_factory=list)  # those whose bytes had come before the device summed them
     closed: Status | None = None  # nobody waits for it: what has no answer gets this
     drain: bool = False  # closed, and what was begun is waited for
+    cut: bool = False  # of a load: its deadline came; what has arrived is verified yet
 
     def close(self, status: Status, drain: bool) -> None:
         """No chunk of it begins any more; `drain`: those that have are waited for."""
@@ -94,8 +96,7 @@ class GdsCarrier(Carrier):
     """See the module.
 
     A chunk's transfers are one call on one of the backend's threads; one that outlives io_timeout_s is given up as
-    LOST, and keeps its bay until it has returned, a load's as well as a store's. Deadlines are the runner's, which
-    cancels what nobody waits for.
+    LOST, and keeps its bay until it has returned, a load's as well as a store's.
 
     Args:
         backend: the carrier's from now on.
@@ -268,7 +269,8 @@ class GdsCarrier(Carrier):
                 journey.begin(self._backend, store=sums is not None)
             except KvxferError as exc:  # the backend was closed: nothing was begun
                 engine_reporter.failed("carrier", "a transfer could not be started", exc)
-                journey.stop()
+                trip.close(Status.CANCELLED, drain=True)
+                return
 
     def _trailer_pages(self, batch: Batch, plan: SlotPlan) -> NDArray[np.uint8]:
         """[chunks, trailer_bytes]. A bay's are used with the bay alone."""
@@ -281,6 +283,10 @@ class GdsCarrier(Carrier):
     def _advance(self, trip: _Trip) -> Landing | None:
         """As far as a trip goes without waiting; its end."""
         batch = trip.batch
+        if batch.deadline_ns and not trip.cut and batch.direction == LOAD and time.monotonic_ns() >= batch.deadline_ns:
+            trip.cut = True
+            for journey in trip.journeys:
+                journey.stop()
         if trip.stage is _Stage.SUMS:
             if not self._is_done(trip):
                 return None
@@ -293,17 +299,17 @@ class GdsCarrier(Carrier):
                 return None
             if batch.direction == STORE or trip.closed is not None:
                 return self._land(trip)
-            if all(journey.settle(Status.CANCELLED) is not Status.PENDING for journey in trip.journeys):
+            trip.summed = [journey for journey in trip.journeys if journey.settle(Status.CUT) is Status.PENDING]
+            if not trip.summed:
                 return self._land(trip)
             self._sum(trip)
         if not self._is_done(trip):
             return None
         if trip.closed is None:
             sums = self._sums(trip)
-            for journey in trip.journeys:
-                if journey.settle(Status.CANCELLED) is Status.PENDING:
-                    journey.compare(sums[journey.number])
-                    self._counts["segments_verified"] += len(batch.form.segments)
+            for journey in trip.summed:
+                journey.compare(sums[journey.number])
+                self._counts["segments_verified"] += len(batch.form.segments)
         return self._land(trip)
 
     def _sum(self, trip: _Trip) -> None:
@@ -319,7 +325,7 @@ class GdsCarrier(Carrier):
     def _waits(trip: _Trip) -> bool:
         """Whether there are transfers to wait for."""
         if trip.closed is None:
-            return not all(journey.call is None or journey.call.done() for journey in trip.journeys)
+            return not trip.cut and not all(journey.call is None or journey.call.done() for journey in trip.journeys)
         return trip.drain and any(journey.running and not _lost(journey) for journey in trip.journeys)
 
     def _is_done(self, trip: _Trip) -> bool:
@@ -334,10 +340,13 @@ class GdsCarrier(Carrier):
     def _land(self, trip: _Trip) -> Landing:
         batch = trip.batch
         status, errors = np.empty(batch.chunks, np.uint8), []
-        closed = trip.closed or Status.CANCELLED
+        stopped = trip.closed is not None or trip.cut
+        late = Status.LOST if batch.direction == LOAD else Status.CANCELLED  # it came back after the device had summed
+        closed = trip.closed or (Status.CUT if trip.cut else late)
         for journey in trip.journeys:
             end = journey.settle(closed)
-            end = closed if end is Status.PENDING or (trip.closed is not None and _unverified(batch, end)) else end
+            if end is Status.PENDING or (end is Status.LOST and stopped and batch.direction == LOAD):
+                end = closed  # a read under way is no write, whose slot would have to rest
             status[journey.number] = end
             if end is not Status.OK:
                 known = journey.error if journey.error is not None and journey.error.status is end else None
@@ -369,11 +378,6 @@ class GdsCarrier(Carrier):
 
 def _lost(journey: Journey) -> bool:
     return journey.call is not None and journey.call.lost
-
-
-def _unverified(batch: Batch, status: Status) -> bool:
-    """Of a load that was closed: a read under way is no write, whose slot would have to rest."""
-    return batch.direction == LOAD and status is Status.LOST
 
 
 def _mine(bay: Bay) -> GdsBay:

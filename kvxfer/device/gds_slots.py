@@ -119,6 +119,7 @@ class Journey:
         self._identity = Identity(digest, bytes(record.key)[: record.key_bytes], int(record.generation))
         self._lock = threading.Lock()
         self._begun = self._stopped = self._midway = False
+        self._arrived = False  # of a load: all of it, by trailers that are right
 
     def seal(self, sums: NDArray[np.uint64]) -> None:
         """Makes the trailer pages of a store. `sums`: [segments of the form]."""
@@ -168,13 +169,11 @@ class Journey:
             return self._begun
 
     def settle(self, closed: Status) -> Status:
-        """What became of it, for good; `closed`: of what was stopped. PENDING: a load's bytes wait for `compare`."""
+        """What became of it; `closed`: of what was stopped. PENDING: a load's bytes are there, for `compare`."""
         call = self.call
         if call is None or (call.returned() and not call.stalled):
             self._look_for_defect()
-            if self.status is Status.PENDING and self._stopped:
-                return closed
-            return self.status
+            return closed if self.status is Status.PENDING and not self._arrived else self.status
         if call.stalled:
             return Status.STALLED
         return Status.LOST if self.stop() else closed
@@ -237,6 +236,7 @@ class Journey:
                 return
             held = np.array(self._plan.segments)[places] - page * slot.segments_per_trailer
             self.promised[places] = sums[held]
+        self._arrived = True
 
     def _verdict(self, found: _native.Trailer, page: int) -> Status:
         """As trailer_verify and mask_covers in csrc/trailer.cpp."""
