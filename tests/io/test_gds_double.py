@@ -101,3 +101,13 @@ def test_what_the_ladder_asks_for_is_among_them() -> None:
     known = told(_PROPERTIES)
     assert isinstance(known, list)
     assert len(names) > 3 and set(names) <= set(known)
+
+
+def test_the_real_one_takes_a_window_for_device_memory() -> None:
+    """As its own calls read a buffer, up to where they would ask the driver."""
+    code = (
+        "import json\nfrom kvikio._lib.arr import asarray\nfrom kvxfer.io.gds import Window\n"
+        "found = asarray(Window(0x7f0000001000, 12345))\n"
+        "print(json.dumps([found.cuda, found.contiguous, found.nbytes, found.ptr, found.readonly, found.ndim]))"
+    )
+    assert told(code, str(HERE.parents[1])) == [True, True, 12345, 0x7F0000001000, False, 1]
