@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -325,3 +328,38 @@ def test_bad_jobs_are_refused(tmp_path: Path) -> None:
             both.submit(STORE, pages, [[0]])
         assert not both.finish(STORE).errors
     assert poisoned([]) and threading.active_count() >= 1
+
+
+EXIT = """
+import sys, time
+from pathlib import Path
+from kvxfer.jobs import STORE, LOAD
+from kvxfer.testing import FaultyIO
+from tests.device.rig import MODEL, Card, chunks_of
+from tests.jobs.rig import ranks
+pages = ranks(MODEL, "nhd", 2, filled=True)
+both, io = Card(Path(sys.argv[1]), pages), FaultyIO()
+if sys.argv[2] == "a call hangs":
+    both.device.faults.hang("copy")
+elif sys.argv[2] == "the device hangs":
+    both.device.frozen = True
+elif sys.argv[2] == "a write hangs":
+    io.hang("pwrite")
+both.submit(STORE, pages, chunks_of(1))
+time.sleep(0.2)
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["all is well", "a call hangs", "the device hangs", "a write hangs"])
+def test_a_process_that_ends_without_a_shutdown_ends(tmp_path: Path, how: str) -> None:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", EXIT, str(tmp_path / "slots"), how],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+    assert "Traceback" not in done.stderr and time.monotonic() - start < 30
