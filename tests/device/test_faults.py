@@ -235,6 +235,20 @@ def test_a_shutdown_lets_what_is_under_way_end(tmp_path: Path) -> None:
     assert both.device.allocated == {True: 0, False: 0}
 
 
+@pytest.mark.parametrize("op", ["stream", "device_buffer", "host_buffer"])
+def test_a_runner_that_cannot_start_leaves_nothing(tmp_path: Path, op: str) -> None:
+    pages = ranks(MODEL, "nhd", 2, filled=True)
+    with card(tmp_path, pages) as both:
+        total = both.device.faults.counts[op]
+    assert total >= 3
+    for index in range(total):
+        device = FakeDevice()
+        device.faults.fail(op, after=index)
+        with pytest.raises(DeviceError, match="was made to fail"):
+            Card(tmp_path / "slots", pages, device=device)
+        assert device.allocated == {True: 0, False: 0} and device_threads() == []
+
+
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 
