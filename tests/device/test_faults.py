@@ -16,10 +16,11 @@ import pytest
 
 from kvxfer.config import EngineConfig
 from kvxfer.device.host_carrier import HostCarrier
+from kvxfer.device.job import LivedTime
 from kvxfer.device.runner import DeviceRunner
 from kvxfer.errors import DeviceError, DeviceMemoryError, ForkError, NativeError
 from kvxfer.jobs import LOAD, STORE, JobOutcome, Status
-from kvxfer.testing import FakeDevice, FaultyIO
+from kvxfer.testing import FakeDevice, FaultyIO, ManualClock
 from tests.device.rig import MODEL, Card, card, chunk_bytes, chunks_of, device_threads
 from tests.jobs.rig import expect, poisoned, ranks
 from tests.jobs.test_faults import until
@@ -161,6 +162,16 @@ def test_a_device_that_does_not_answer_counts_as_lost(tmp_path: Path, direction:
         stats = both.runner.stats()
         assert stats["device_leaked_bays"] > 0 and stats["device_bays_in_use"] == 0
         assert both.runner.shutdown(0.2) == 0
+
+
+def test_a_process_that_was_stopped_does_not_take_its_device_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock(50.0)
+    monkeypatch.setattr("kvxfer.device.job.time.monotonic", clock)
+    lived = LivedTime(2.0)
+    start = lived()
+    for seconds, total in ((0.5, 0.5), (1.5, 2.0), (1000.0, 4.0), (0.25, 4.25)):
+        clock.advance(seconds)
+        assert lived() - start == total
 
 
 @pytest.mark.parametrize("op", ["wait", "copy", "gather", "record", "done"])
