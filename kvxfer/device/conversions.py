@@ -17,7 +17,7 @@ from kvxfer.convert.pages import KVPages
 from kvxfer.device.base import Device, Event
 from kvxfer.device.bays import Bay
 from kvxfer.device.form import Form
-from kvxfer.device.job import Flight
+from kvxfer.device.job import Flight, LivedTime
 from kvxfer.errors import DeviceError
 from kvxfer.jobs import Status
 
@@ -29,8 +29,8 @@ REHEARSAL_S = 120.0  # a device may have to compile first
 class Conversions:
     """One thread's. Every call may raise DeviceError, and may have queued a part of its work then."""
 
-    def __init__(self, device: Device) -> None:
-        self._device, self._stream = device, device.stream()
+    def __init__(self, device: Device, clock: LivedTime) -> None:
+        self._device, self._stream, self._clock = device, device.stream(), clock
 
     def gather(self, flight: Flight) -> None:
         """Queues: what the caller queued, block ids -> gather -> the flight's event."""
@@ -42,7 +42,7 @@ class Conversions:
         for part in form.gathers:
             pages, mapping = job.parts[part], form.mappings[part]
             device.gather(stream, pages, mapping, bay.device_ids, batch.chunks, bay.device, form.chunk_bytes, bay.sums)
-        flight.event, flight.since = device.record(stream), time.monotonic()
+        flight.event, flight.since = device.record(stream), self._clock()
 
     def scatter(self, flight: Flight, brought: Event | None) -> None:
         """Queues: what is brought into the bay, what the caller queued, block ids -> scatter -> the flight's event."""
@@ -56,7 +56,7 @@ class Conversions:
         form = batch.form
         for pages, mapping in zip(job.parts, form.mappings, strict=True):
             device.scatter(stream, pages, mapping, bay.device_ids, batch.chunks, bay.device, form.chunk_bytes)
-        flight.event, flight.since = device.record(stream), time.monotonic()
+        flight.event, flight.since = device.record(stream), self._clock()
 
     def record(self) -> Event:
         """An event after all gathers and scatters so far."""

@@ -22,7 +22,7 @@ from kvxfer.device.bays import Bay, Ring
 from kvxfer.device.carrier import Batch, Carrier, Landing, all_failed
 from kvxfer.device.conversions import Conversions
 from kvxfer.device.form import Form, form_of
-from kvxfer.device.job import DeviceJob, Flight
+from kvxfer.device.job import DeviceJob, Flight, LivedTime
 from kvxfer.errors import DeviceError, NativeError
 from kvxfer.jobs import LOAD, STORE, JobOutcome, Status
 from kvxfer.report import engine_reporter
@@ -58,7 +58,8 @@ class Flights:
         self._spoiled: list[Flight] = []  # of leaked bays, with the pages that work under way may name
         self._fenced = False
         form = self.form(pages)
-        self._conversions = Conversions(device)
+        self._clock = LivedTime(config.io_timeout_s / 8)
+        self._conversions = Conversions(device, self._clock)
         self.ring = Ring(lambda *which: _bay(carrier, form, *which), config.bays, config.bay_bytes, form.chunk_bytes)
         try:
             self._conversions.rehearse(form, pages, self.ring.bays[0])
@@ -313,7 +314,7 @@ class Flights:
                 continue
             try:
                 done = flight.event.done()
-                if not done and time.monotonic() - flight.since > self._timeout:
+                if not done and self._clock() - flight.since > self._timeout:
                     flight.soiled = True
                     self.lose(f"it did not answer within io_timeout_s={self._timeout}")
                     done = True  # it counts as if
@@ -388,7 +389,7 @@ class Flights:
                 self._leave(flight)
             return
         for flight in unknown:
-            flight.event, flight.since = event, time.monotonic()
+            flight.event, flight.since = event, self._clock()
 
     def _leave_all(self) -> None:
         """Nobody waits for the device any more."""

@@ -7,7 +7,6 @@ load's result makes live, so that it is filled while it is checked.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from kvxfer.device.base import Buffer, Device, Event
 from kvxfer.device.bays import Bay
 from kvxfer.device.carrier import Batch, Carrier, Landing, all_failed
 from kvxfer.device.form import Form
+from kvxfer.device.job import LivedTime
 from kvxfer.errors import DeviceError, KvxferError
 from kvxfer.jobs import LOAD, STORE, JobOutcome, Status, runner_of
 from kvxfer.mapping import RUN_DTYPE, CanonicalMapping, LocalTensor
@@ -56,7 +56,7 @@ class HostCarrier(Carrier):
     """
 
     def __init__(self, device: Device, config: EngineConfig, slot: SlotLayout, *, memory: bool) -> None:
-        self._device, self._timeout = device, config.io_timeout_s
+        self._device, self._timeout, self._clock = device, config.io_timeout_s, LivedTime(config.io_timeout_s / 8)
         self._up, self._down = device.stream(), device.stream()  # a card has an engine for each way
         self._straight = config.rows != "staged"
         straight = (STORE,) if self._straight else ()
@@ -89,7 +89,7 @@ class HostCarrier(Carrier):
         host = _twin(batch.bay)
         self._device.wait(self._down, filled)
         self._device.copy(self._down, host, 0, batch.bay.device, 0, batch.chunks * batch.form.chunk_bytes)
-        self._copies[batch] = _Copy(self._device.record(self._down), time.monotonic())
+        self._copies[batch] = _Copy(self._device.record(self._down), self._clock())
 
     def begin_load(self, batch: Batch) -> None:
         """A native job."""
@@ -153,7 +153,7 @@ class HostCarrier(Carrier):
         copy = self._copies[batch]
         try:
             done = copy.down.done()
-            if not done and time.monotonic() - copy.since > self._timeout:
+            if not done and self._clock() - copy.since > self._timeout:
                 raise DeviceError(f"a copy took longer than io_timeout_s={self._timeout}")
         except DeviceError as exc:
             del self._copies[batch]

@@ -16,7 +16,24 @@ from kvxfer.device.carrier import Batch
 from kvxfer.device.form import Form
 from kvxfer.jobs import LOAD, STORE, ChunkError, JobOutcome, Status
 
-__all__ = ["DeviceJob", "Flight"]
+__all__ = ["DeviceJob", "Flight", "LivedTime"]
+
+
+class LivedTime:
+    """Seconds that a thread which asks all the time has lived through. A pause of the whole process counts as `most`.
+
+    So a process that was stopped does not take its device for lost when it goes on.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most, self._last, self._lived = most, time.monotonic(), 0.0
+
+    def __call__(self) -> float:
+        """Seconds since some moment."""
+        now = time.monotonic()
+        self._lived += min(now - self._last, self._most)
+        self._last = now
+        return self._lived
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +137,7 @@ class Flight:
     batch: Batch
     first: int  # its first chunk in the job
     event: Event | None = None  # after its gather, or its scatter
-    since: float = field(default_factory=time.monotonic)  # when that was queued
+    since: float = 0.0  # when that was queued, in the runner's LivedTime
     inside: bool = False  # counted in job.inside
     carried: bool = False  # it is the carrier's
     good: NDArray[np.uint8] | None = None  # loads: [chunks], what they will be once the scatter is done

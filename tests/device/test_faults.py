@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -13,10 +16,11 @@ import pytest
 
 from kvxfer.config import EngineConfig
 from kvxfer.device.host_carrier import HostCarrier
+from kvxfer.device.job import LivedTime
 from kvxfer.device.runner import DeviceRunner
 from kvxfer.errors import DeviceError, DeviceMemoryError, ForkError, NativeError
 from kvxfer.jobs import LOAD, STORE, JobOutcome, Status
-from kvxfer.testing import FakeDevice, FaultyIO
+from kvxfer.testing import FakeDevice, FaultyIO, ManualClock
 from tests.device.rig import MODEL, Card, card, chunk_bytes, chunks_of, device_threads
 from tests.jobs.rig import expect, poisoned, ranks
 from tests.jobs.test_faults import until
@@ -160,6 +164,16 @@ def test_a_device_that_does_not_answer_counts_as_lost(tmp_path: Path, direction:
         assert both.runner.shutdown(0.2) == 0
 
 
+def test_a_process_that_was_stopped_does_not_take_its_device_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock(50.0)
+    monkeypatch.setattr("kvxfer.device.job.time.monotonic", clock)
+    lived = LivedTime(2.0)
+    start = lived()
+    for seconds, total in ((0.5, 0.5), (1.5, 2.0), (1000.0, 4.0), (0.25, 4.25)):
+        clock.advance(seconds)
+        assert lived() - start == total
+
+
 @pytest.mark.parametrize("op", ["wait", "copy", "gather", "record", "done"])
 def test_a_call_that_does_not_return_costs_its_jobs_and_a_thread_at_the_shutdown(tmp_path: Path, op: str) -> None:
     pages = ranks(MODEL, "nhd", 2, filled=True)
@@ -230,6 +244,20 @@ def test_a_shutdown_lets_what_is_under_way_end(tmp_path: Path) -> None:
         assert 0 < good < 24 and {error.status for error in outcome.errors} == {Status.CANCELLED}
         assert both.runner.shutdown(5) == 0
     assert both.device.allocated == {True: 0, False: 0}
+
+
+@pytest.mark.parametrize("op", ["stream", "device_buffer", "host_buffer"])
+def test_a_runner_that_cannot_start_leaves_nothing(tmp_path: Path, op: str) -> None:
+    pages = ranks(MODEL, "nhd", 2, filled=True)
+    with card(tmp_path, pages) as both:
+        total = both.device.faults.counts[op]
+    assert total >= 3
+    for index in range(total):
+        device = FakeDevice()
+        device.faults.fail(op, after=index)
+        with pytest.raises(DeviceError, match="was made to fail"):
+            Card(tmp_path / "slots", pages, device=device)
+        assert device.allocated == {True: 0, False: 0} and device_threads() == []
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------
@@ -325,3 +353,38 @@ def test_bad_jobs_are_refused(tmp_path: Path) -> None:
             both.submit(STORE, pages, [[0]])
         assert not both.finish(STORE).errors
     assert poisoned([]) and threading.active_count() >= 1
+
+
+EXIT = """
+import sys, time
+from pathlib import Path
+from kvxfer.jobs import STORE, LOAD
+from kvxfer.testing import FaultyIO
+from tests.device.rig import MODEL, Card, chunks_of
+from tests.jobs.rig import ranks
+pages = ranks(MODEL, "nhd", 2, filled=True)
+both, io = Card(Path(sys.argv[1]), pages), FaultyIO()
+if sys.argv[2] == "a call hangs":
+    both.device.faults.hang("copy")
+elif sys.argv[2] == "the device hangs":
+    both.device.frozen = True
+elif sys.argv[2] == "a write hangs":
+    io.hang("pwrite")
+both.submit(STORE, pages, chunks_of(1))
+time.sleep(0.2)
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["all is well", "a call hangs", "the device hangs", "a write hangs"])
+def test_a_process_that_ends_without_a_shutdown_ends(tmp_path: Path, how: str) -> None:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", EXIT, str(tmp_path / "slots"), how],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+    assert "Traceback" not in done.stderr and time.monotonic() - start < 30

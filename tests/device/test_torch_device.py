@@ -145,6 +145,27 @@ def test_transfers(tmp_path: Path, stand_in: StandIn, blocks_per_chunk: int) -> 
     expect(MODEL, "hnd", target, range(22))
 
 
+def test_transfers_by_the_triton_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with the real launcher, interpreted: all ranks together, and one of two alone, whose bays are packed."""
+    launch = pytest.importorskip("kvxfer.convert.launch")
+    if not launch.INTERPRETED:
+        pytest.skip("kernels are compiled in this run")
+    monkeypatch.setattr(torch_device, "torch", StandIn())
+    ids = chunks_of(2, 5)
+    source, target = (ranks(MODEL, layout, 2, 2, filled=layout == "nhd") for layout in ("nhd", "hnd"))
+    with card(tmp_path, pages := in_torch(source), device=Recording()) as writer:
+        assert not writer.store(pages, ids).errors
+    for mine in in_torch(target):
+        with card(tmp_path, [mine], device=Recording()) as reader:
+            assert not reader.load([mine], ids).errors
+    expect(MODEL, "hnd", target, range(5))
+
+
+def in_torch(pages: list[KVPages]) -> list[KVPages]:
+    """The same memory as torch tensors."""
+    return [KVPages(mine.mapping, [torch.from_numpy(t) for t in mine.tensors], mine.num_blocks) for mine in pages]
+
+
 class Recording(TorchDevice):
     """What tests.device.rig asks of a device beyond its contract."""
 
