@@ -113,7 +113,12 @@ $(VENV)/.requirements: requirements/dev.txt
 	@$(PIP) install -r requirements/dev.txt
 	@touch $@
 
-$(VENV)/.package: $(VENV)/.requirements pyproject.toml setup.py
+$(VENV)/.gds: requirements/gds.txt $(VENV)/.requirements
+	@echo "installing requirements/gds.txt into $(VENV)"
+	@$(PIP) install --no-deps -r requirements/gds.txt
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.requirements $(VENV)/.gds pyproject.toml setup.py
 	@echo "installing kvxfer (editable)"
 	@$(PIP) install --no-build-isolation --no-deps -e .
 	@touch $@

@@ -127,6 +127,8 @@ void kvx_file_release(kvx_file *file) {
   if (file != nullptr) kvx::file_unref(file);
 }
 
+int kvx_file_fd(const kvx_file *file) { return file->fd; }
+
 int64_t kvx_file_pread(kvx_file *file, void *buf, uint64_t n, uint64_t offset, uint64_t *moved) {
   uint64_t ignored;
   return kvx::file_pread(file, buf, n, offset, moved != nullptr ? moved : &ignored);

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define KVX_ABI_VERSION 3
+#define KVX_ABI_VERSION 4
 #define KVX_API __attribute__((visibility("default")))
 
 KVX_API uint32_t kvx_abi_version(void);
@@ -115,6 +115,8 @@ typedef struct kvx_file kvx_file;
 /* Takes over `fd`. `label` (copied) names the file in errors; `direct` says O_DIRECT is set on it. */
 KVX_API kvx_file *kvx_file_adopt(int fd, const char *label, int direct);
 KVX_API void kvx_file_release(kvx_file *file);
+/* The descriptor, for who opens the same file in another way; it stays the file's. */
+KVX_API int kvx_file_fd(const kvx_file *file);
 /* Moves up to n bytes, looping over short transfers. Returns the bytes moved (less than n only at the end
  * of the file) or -errno; with an errno, *moved has the bytes that went before it. Never more than
  * 1 GiB is asked of one call. */

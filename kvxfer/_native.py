@@ -14,7 +14,7 @@ from typing import Any
 from kvxfer.errors import NativeError
 from kvxfer.slot import SlotLayout
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 UINT64_MAX = 2**64 - 1
 
 OPS = (
@@ -179,6 +179,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvx_sys_dioalign": (_INT, (_INT, _P, _P)),
     "kvx_file_adopt": (_P, (_INT, _STR, _INT)),
     "kvx_file_release": (None, (_P,)),
+    "kvx_file_fd": (_INT, (_P,)),
     "kvx_file_pread": (_I64, (_P, _P, _U64, _U64, _P)),
     "kvx_file_pwrite": (_I64, (_P, _P, _U64, _U64, _P)),
     "kvx_slot_payload_stride": (_U64, (_P,)),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvxfer.breaker import BreakerState
+from kvxfer.io.ladder import REASONS, RUNGS
 from kvxfer.jobs import LOAD, NS, STORE, ChunkError, Status
 from kvxfer.metrics import Kind, Series, Tally, Value, Values, add_up, expose
 from kvxfer.report import engine_reporter
@@ -120,6 +121,15 @@ READ = (
     _counter("kvxfer_breaker_opened_total", "Times that the circuit breaker opened.", "times", direction=_BOTH),
     _gauge("kvxfer_queued_chunks", "Chunks of jobs that have no result yet.", "chunks", direction=_BOTH),
     _gauge("kvxfer_open_jobs", "Jobs that have no result yet.", "jobs"),
+    _gauge(
+        "kvxfer_io_rung",
+        "Engines whose pages in a device's memory go to the drive this way: direct (GPUDirect Storage), compat "
+        "(kvikio's compat mode), host (pinned memory).",
+        rung=RUNGS,
+    ),
+    _counter(
+        "kvxfer_io_steps_down_total", "Ways that did not work when such an engine started.", "rungs", reason=REASONS
+    ),
     _gauge("kvxfer_threads", "I/O threads in service.", "threads"),
     _gauge("kvxfer_busy_threads", "Of these, those that run a chunk.", "threads"),
     _gauge("kvxfer_lost_threads", "Threads in calls that were given up and have not returned.", "threads"),
@@ -127,6 +137,11 @@ READ = (
     _gauge("kvxfer_staging_peak_bytes", "The most that it has been.", "bytes"),
     _gauge("kvxfer_staging_limit_bytes", "The most that it can be.", "bytes"),
     _gauge("kvxfer_leaked_staging_bytes", "Of it, what is under calls that were given up.", "bytes"),
+    _gauge("kvxfer_bays", "Bays in service between pages of a device and the drive.", "bays"),
+    _gauge("kvxfer_bay_bytes", "Memory of the device in these bays.", "bytes"),
+    _gauge("kvxfer_held_bays", "Of these bays, those under writes that were given up.", "bays"),
+    _gauge("kvxfer_leaked_bays", "Bays that a device which failed may use for ever.", "bays"),
+    _gauge("kvxfer_lost_devices", "Engines whose device was lost: nothing is moved.", "engines"),
     _gauge(
         "kvxfer_breaker_state",
         "Engines whose breaker is in this state.",
@@ -316,7 +331,16 @@ def engine_values(
         ("kvxfer_staging_limit_bytes", ()): staging_limit,
         ("kvxfer_leaked_staging_bytes", ()): stats["leaked_bytes"],
         ("kvxfer_switched_off", ()): int(not enabled),
+        ("kvxfer_bays", ()): stats.get("device_bays", 0),  # of a runner over a device
+        ("kvxfer_bay_bytes", ()): stats.get("device_bays_bytes", 0),
+        ("kvxfer_held_bays", ()): stats.get("device_held_bays", 0),
+        ("kvxfer_leaked_bays", ()): stats.get("device_leaked_bays", 0),
+        ("kvxfer_lost_devices", ()): stats.get("device_lost", 0),
     }
+    for rung in RUNGS:
+        values["kvxfer_io_rung", (rung,)] = stats.get(f"rung_{rung}", 0)
+    for reason in REASONS:
+        values["kvxfer_io_steps_down_total", (reason,)] = stats.get(f"step_{reason}", 0)
     for direction, name in DIRECTIONS.items():
         state, opened = breakers[direction]
         values["kvxfer_queued_chunks", (name,)] = queued_chunks[direction]

@@ -26,6 +26,54 @@ int cuGetErrorName(int error, const char **name) {
 int cuDeviceGetCount(int *count) { *count = is("empty") ? 0 : 2; return 0; }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cuDeviceGetName(char *name, int bytes, int device) { strncpy(name, "Fake H200", bytes); return device > 1; }
+
+/* Memory of device 0 is malloc's. Copies want its context in the calling thread. */
+typedef unsigned long long address;
+static struct { address base; size_t bytes; } made[64];
+static __thread void *current;
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = made + device; return device != 0; }
+int cuCtxSetCurrent(void *context) { current = context; return 0; }
+int cuCtxGetCurrent(void **context) { *context = current; return 0; }
+static int find(address at) {
+  for (int i = 0; i < 64; ++i) if (made[i].base && at >= made[i].base && at < made[i].base + made[i].bytes) return i;
+  return -1;
+}
+int cuPointerGetAttribute(void *out, int what, address at) {
+  *(int *)out = 0;
+  return what == 9 && find(at) >= 0 ? 0 : 1;
+}
+int cuMemGetAddressRange_v2(address *base, size_t *bytes, address at) {
+  const int i = find(at);
+  if (i < 0) return 1;
+  *base = made[i].base, *bytes = made[i].bytes;
+  return 0;
+}
+int cuMemAlloc_v2(address *out, size_t bytes) {
+  if (!current) return 201;
+  if (is("full")) return 2;
+  for (int i = 0; i < 64; ++i) if (!made[i].base) {
+    made[i].base = *out = (address)aligned_alloc(4096, bytes), made[i].bytes = bytes;
+    return 0;
+  }
+  return 2;
+}
+int cuMemFree_v2(address at) {
+  const int i = find(at);
+  if (!current || i < 0) return 1;
+  free((void *)made[i].base);
+  made[i].base = 0;
+  return 0;
+}
+int cuMemcpyHtoD_v2(address to, const void *from, size_t bytes) {
+  if (!current || find(to) < 0) return 201;
+  memcpy((void *)to, from, bytes);
+  return 0;
+}
+int cuMemcpyDtoH_v2(void *to, address from, size_t bytes) {
+  if (!current || find(from) < 0) return 201;
+  memcpy(to, (void *)from, bytes);
+  return 0;
+}
 """
 
 

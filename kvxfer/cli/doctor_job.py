@@ -23,6 +23,7 @@ from kvxfer.topology import Drive, drive_of
 
 MAX_CHUNK_BYTES = 16 << 30
 MAX_TIMEOUT_S = 3600.0
+_LADDER_STEPS = 8  # questions and tests that may each take their time
 _DIRECTORY_TIMEOUT_S = 2 * PROBE_TIMEOUT_S + 5  # a try with direct I/O, one without, and what is beside them
 
 
@@ -120,6 +121,7 @@ class Directory:
     alignment: int | None = None
     free_bytes: int | None = None
     free_inodes: int | None = None  # None: as many as there is room for
+    rung: dict[str, Any] | None = None  # ladder.Rung.as_json(): how a device's memory gets there; None: not tried
     root: dict[str, int] | None = None  # format, alignment and weight_epoch, if it is a root
     drive: Drive | None = None  # None: not looked for
     problem: str = ""  # why a store cannot use it
@@ -172,12 +174,13 @@ class Report:
 def examine(plan: Plan) -> Report:
     """Looks at everything; what does not answer is given up after a while, and said."""
     machine = probe.machine(plan.timeout_s)
+    places = [check_directory(path, capacity_bytes=plan.capacity_bytes) for path in plan.directories]
     return Report(
         versions=probe.versions(),
         machine=machine,
         limits=probe.limits(),
         memory=plan.memory(),
-        directories=tuple(check_directory(path, capacity_bytes=plan.capacity_bytes) for path in plan.directories),
+        directories=tuple(replace(place, rung=_rung(place, machine.cuda, plan.timeout_s)) for place in places),
         gpus=ask_gpus(plan.timeout_s) if machine.nvml.ok else Gpus(why=machine.nvml.why),
         calibration=calibration(machine.cuda, plan.timeout_s) if plan.calibrate else None,
     )
@@ -199,6 +202,26 @@ def check_directory(
     thread.start()
     thread.join(timeout_s)
     return answer[0] if answer else Directory(path=str(path), problem=f"no answer within {timeout_s:g} s")
+
+
+_LADDER = """
+from pathlib import Path
+from kvxfer.io.ladder import climb_here
+answer(climb_here(Path({path!r}), timeout_s={timeout_s}).as_json())
+"""
+
+
+def _rung(place: Directory, cuda: probe.Probe, timeout_s: float) -> dict[str, Any] | None:
+    """How a device's memory would get to a directory, by the ladder, which is climbed in a process of its own."""
+    if place.problem or not place.tried:
+        return None
+    if not cuda.ok:
+        step = {"reason": "no_device", "why": f"direct and compat off: no CUDA device: {cuda.why}"}
+        return {"rung": "host", "steps": [step], "driver": {}, "settings": {}}
+    answer = probe.ask(_LADDER.format(path=place.tried, timeout_s=timeout_s), _LADDER_STEPS * timeout_s)
+    if answer.said is not None:
+        return answer.said
+    return {"rung": "host", "steps": [{"reason": "failed", "why": answer.why}], "driver": {}, "settings": {}}
 
 
 def _fit(found: Directory, path: Path, capacity_bytes: int | None) -> Directory:

@@ -111,6 +111,11 @@ def _show_directory(console: Console, place: Directory) -> None:
         _more(console, place.why)
     if place.tried and place.tried != place.path and not place.problem:
         _more(console, f"tried in {place.tried}")
+    if place.rung is not None:
+        why = "; ".join(step["why"] for step in place.rung["steps"])
+        _more(console, f"a device's memory goes by {place.rung['rung']}" + (f": {why}" if why else ""))
+        if unregistered := place.rung["settings"].get("unregistered_why"):
+            _more(console, f"its memory is not registered with the drive: {'; '.join(unregistered)}")
     if place.free_bytes is not None:
         inodes = "any number of" if place.free_inodes is None else f"{place.free_inodes:,}"
         _more(console, f"{size(place.free_bytes)} and {inodes} inodes free")

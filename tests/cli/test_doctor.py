@@ -26,6 +26,7 @@ from tests.cli.commands import PROJECT, json_of, run
 from tests.doubles import Doubles
 from tests.engine.rig import Node
 from tests.jobs.rig import GEOMETRY
+from tests.kvikio_double import HERE as KVIKIO_DOUBLE
 from tests.oracle import Model
 from tests.store import rig
 
@@ -324,3 +325,36 @@ def test_a_capacity_that_does_not_fit_is_named(tmp_path: Path, capsys: Capsys) -
     assert "does not fit" in report["directories"][0]["problem"]
     code, report = json_of(capsys, "doctor", tmp_path, "--capacity-bytes", free // 2)
     assert (code, report["directories"][0]["problem"]) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("faults", "rung", "reasons"), [({}, "direct", []), ({"driver_open": "no"}, "compat", ["driver"])]
+)
+def test_the_way_of_a_devices_memory_is_tried_where_there_is_a_device(
+    tmp_path: Path, faults: dict[str, str], rung: str, reasons: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Doubles(tmp_path, monkeypatch).cuda("works")
+    place = tmp_path / "place"
+    place.mkdir()
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(KVIKIO_DOUBLE), str(PROJECT)]),
+        "KVIKIO_DOUBLE": json.dumps(faults | {"register": "cuFile error 5030: internal error"}),
+    }
+    done = run("doctor", place, "--json", env=environment)
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads(done.stdout)["directories"]
+    assert told["rung"]["rung"] == rung, told["rung"]
+    assert [step["reason"] for step in told["rung"]["steps"]] == reasons
+    assert list(place.iterdir()) == []
+    shown = run("doctor", place, env=environment).stdout
+    assert f"a device's memory goes by {rung}" in shown
+    assert ("its memory is not registered with the drive: " in shown) == (rung == "direct")
+
+
+def test_without_a_device_a_devices_memory_has_its_reason_too(tmp_path: Path, capsys: Capsys) -> None:
+    _, report = json_of(capsys, "doctor", tmp_path)
+    (place,) = report["directories"]
+    assert place["rung"]["rung"] == "host"
+    assert place["rung"]["steps"][0]["reason"] == "no_device"
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "a device's memory goes by host: direct and compat off: no CUDA device: " in capsys.readouterr().out

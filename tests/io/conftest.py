@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvxfer.testing import FaultyIO
+from tests.kvikio_double import kvikio
+
+__all__ = ["faults", "kvikio"]
 
 
 @pytest.fixture(autouse=True)
