@@ -6,7 +6,7 @@ A device's memory is the host's here, at addresses of its own. The doubles' sign
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -185,8 +185,6 @@ def rung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_the_doubles_have_the_signatures_of_what_they_stand_for() -> None:
-    if importlib.util.find_spec("kvxfer.io.ladder") is None:
-        pytest.skip("kvxfer.io.gds and kvxfer.io.ladder are not in this version")
     real = {name: importlib.import_module(f"kvxfer.io.{name}") for name in ("gds", "ladder", "libcuda")}
 
     def names(function: Any) -> list[tuple[str, Any]]:
@@ -352,17 +350,14 @@ def test_a_link_that_nobody_knows_is_not_guessed(
 
 def test_over_kvxfers_own_ladder_and_backend(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing doubled but kvikio and the driver, by the doubles that the backend's own tests have."""
-    for name in ("kvxfer.io.ladder", "tests.kvikio_double"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not in this version")
-    gds, ladder, rig, there = (
+    door, ladder, rig, there = (
         importlib.import_module(name)
-        for name in ("kvxfer.io.gds", "kvxfer.io.ladder", "tests.io.gds_rig", "tests.kvikio_double")
+        for name in ("kvxfer.io.kvikio_door", "kvxfer.io.ladder", "tests.io.gds_rig", "tests.kvikio_double")
     )
     kvikio = there.Kvikio(monkeypatch)
     driver = rig.FakeCuda(kvikio)
     monkeypatch.setattr(probe, "cuda", lambda *_: probe.Probe(True, "a device"))
-    monkeypatch.setattr(gds, "_asked", [probe.Probe(True, "kvikio", {"compat_mode": "AUTO"})])
+    monkeypatch.setattr(door, "_asked", [probe.Probe(True, "kvikio", {"compat_mode": "AUTO"})])
     monkeypatch.setattr(ladder, "_ask_driver", lambda *_: {"is_gds_available": 1})
     monkeypatch.setattr(bench_job, "ask_gpus", lambda: Gpus(why="none"))
     monkeypatch.setattr(bench_lanes, "EMPTY_S", 0.01)
