@@ -177,6 +177,20 @@ def test_a_copy_that_does_not_end_counts_as_lost_though_the_blocks_are_free(tmp_
         until(lambda: both.runner.stats()["device_leaked_bays"] == 1, "its bay is left behind")
 
 
+def test_copies_of_a_device_that_was_lost_are_not_waited_for(tmp_path: Path) -> None:
+    pages = ranks(MODEL, "nhd", 2, filled=True)
+    with card(tmp_path, pages) as both:
+        assert not both.store(pages, [[0]]).errors
+        both.device.stuck |= {call[1] for call in both.calls if call[0] == "copy" and call[-1] > 1000}
+        both.wait_gathered(both.submit(STORE, pages, [[1]], chunks=[1]), 10)
+        both.device.faults.fail("mark")
+        start = time.monotonic()
+        both.submit(STORE, pages, [[2]], chunks=[2])
+        for _ in range(2):
+            assert {error.status for error in both.finish(STORE).errors} == {Status.DEVICE}
+        assert time.monotonic() - start < 10, "io_timeout_s is 20"
+
+
 def test_a_process_that_was_stopped_does_not_take_its_device_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock(50.0)
     monkeypatch.setattr("kvxfer.device.job.time.monotonic", clock)
