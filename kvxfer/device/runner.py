@@ -33,7 +33,7 @@ __all__ = ["DeviceRunner"]
 
 WATCH_S = 0.1  # how long anybody sleeps at most
 LEAST_PAUSE_S, MOST_PAUSE_S = 50e-6, 1e-3  # between two questions to the device
-GRACE_S = 0.5  # at a shutdown, for what needs no drive
+GRACE_S = 1.0  # at a shutdown, for what needs no drive
 _KEPT: list[object] = []  # what a device or a write may use for ever: never freed
 
 

@@ -85,6 +85,7 @@ class FakeDevice(Device):
         defects: what must not have happened.
         lost: every call raises, and no work is done.
         frozen: no work is done: a device that does not answer.
+        stuck: names of streams on which none is done.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class FakeDevice(Device):
         self.faults = CallFaults()
         self.defects: list[str] = []
         self.lost = self.frozen = False
+        self.stuck: set[str] = set()
         self.allocated = {True: 0, False: 0}  # bytes, by whether they are the device's
         self._most_steps = most_steps
         self._limits = {True: memory_bytes, False: host_bytes}
@@ -331,7 +333,8 @@ class FakeDevice(Device):
 
     def _step(self) -> bool:
         """The next piece of one stream, if any can go on."""
-        ready = [each for each in self._streams if each.pieces and (not (on := each.pieces[0][0]) or on.happened)]
+        going = [each for each in self._streams if each.pieces and each.name not in self.stuck]
+        ready = [each for each in going if not (on := each.pieces[0][0]) or on.happened]
         if not ready or self.lost or self.frozen:
             return False
         _, work = self._random.choice(ready).pieces.popleft()

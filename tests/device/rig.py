@@ -22,6 +22,7 @@ from kvxfer.device.runner import DeviceRunner
 from kvxfer.jobs import LOAD, STORE, JobOutcome
 from kvxfer.testing import FakeDevice
 from tests.jobs.rig import DIGEST, GEOMETRY, Rig, expect, ranks
+from tests.jobs.test_faults import until
 from tests.oracle import POISON, Bytes, Model
 
 MODEL = Model.random(GEOMETRY, 24)
@@ -159,7 +160,7 @@ def card(tmp_path: Path, pages: Sequence[KVPages], **how: Any) -> Iterator[Card]
     """A card over a fresh file, and nothing of it left afterwards."""
     with Card(tmp_path / "slots", pages, **how) as mine:
         yield mine
-    assert device_threads() == []
+    until(lambda: not device_threads(), "no thread is left")
 
 
 def _views(pages: KVPages, blocks: Sequence[int]) -> Iterator[Bytes]:

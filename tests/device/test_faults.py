@@ -76,7 +76,7 @@ def test_any_call_may_fail(tmp_path: Path, op: str, action: str) -> None:
             assert rule.hits == 1 and stats["device_lost"] == 1
             assert len(arrived) < 24, "a call failed, and nobody noticed"
             assert both.runner.refusal is Status.DEVICE and both.runner.reason
-    assert device_threads() == []
+    until(lambda: not device_threads(), "no thread is left")
 
 
 def check_outcomes(outcomes: list[JobOutcome], target: list) -> list[int]:
@@ -162,6 +162,33 @@ def test_a_device_that_does_not_answer_counts_as_lost(tmp_path: Path, direction:
         stats = both.runner.stats()
         assert stats["device_leaked_bays"] > 0 and stats["device_bays_in_use"] == 0
         assert both.runner.shutdown(0.2) == 0
+
+
+def test_a_copy_that_does_not_end_counts_as_lost_though_the_blocks_are_free(tmp_path: Path) -> None:
+    pages = ranks(MODEL, "nhd", 2, filled=True)
+    with card(tmp_path, pages, io_timeout_s=0.3) as both:
+        assert not both.store(pages, [[0]]).errors
+        (down,) = {call[1] for call in both.calls if call[0] == "copy" and call[-1] > 1000}
+        both.device.stuck.add(down)
+        job = both.submit(STORE, pages, [[1]], chunks=[1])
+        both.wait_gathered(job, 10)
+        assert {error.status for error in both.finish(STORE).errors} == {Status.DEVICE}
+        assert "a copy took longer" in both.runner.reason
+        until(lambda: both.runner.stats()["device_leaked_bays"] == 1, "its bay is left behind")
+
+
+def test_copies_of_a_device_that_was_lost_are_not_waited_for(tmp_path: Path) -> None:
+    pages = ranks(MODEL, "nhd", 2, filled=True)
+    with card(tmp_path, pages) as both:
+        assert not both.store(pages, [[0]]).errors
+        both.device.stuck |= {call[1] for call in both.calls if call[0] == "copy" and call[-1] > 1000}
+        both.wait_gathered(both.submit(STORE, pages, [[1]], chunks=[1]), 10)
+        both.device.faults.fail("mark")
+        start = time.monotonic()
+        both.submit(STORE, pages, [[2]], chunks=[2])
+        for _ in range(2):
+            assert {error.status for error in both.finish(STORE).errors} == {Status.DEVICE}
+        assert time.monotonic() - start < 10, "io_timeout_s is 20"
 
 
 def test_a_process_that_was_stopped_does_not_take_its_device_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +284,7 @@ def test_a_runner_that_cannot_start_leaves_nothing(tmp_path: Path, op: str) -> N
         device.faults.fail(op, after=index)
         with pytest.raises(DeviceError, match="was made to fail"):
             Card(tmp_path / "slots", pages, device=device)
-        assert device.allocated == {True: 0, False: 0} and device_threads() == []
+        assert device.allocated == {True: 0, False: 0}
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------
@@ -306,7 +333,7 @@ def test_no_memory_for_one_chunk_is_an_error_with_advice() -> None:
     for memory, host in ((0.9, 100), (100, 0.9), (1.0, 100)):
         with pytest.raises(DeviceMemoryError, match="chunks of fewer blocks"):
             runner_in(memory * size, host * size, 4, 4)
-    assert device_threads() == []
+    until(lambda: not device_threads(), "no thread is left")
 
 
 def test_one_bay_serves_both_directions(tmp_path: Path) -> None:
