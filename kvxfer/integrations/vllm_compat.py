@@ -14,6 +14,7 @@
 | a load that is waited for | not told | 0.33: `submit_load(..., expedited=)` |
 | where cached tokens came from | not asked | `OffloadingManager.get_load_source` |
 | sparse attention with pages in host memory | none | `AttentionConfig.hisparse_config` |
+| registering rows with CUDA | in one piece | in pieces; 0.33: `pin_mmap_region(..., worker_slot_only=)` |
 
 Each difference is found by looking at what is there, not at a version number.
 """
@@ -93,16 +94,20 @@ __all__ = [
     "empty_histogram",
     "event",
     "has_hisparse",
+    "has_triton",
     "is_cpu_platform",
+    "is_cuda_platform",
     "job_result",
     "job_rows",
     "max_model_len",
     "num_rows",
     "open_region",
     "page_layout",
+    "pin_region",
     "pipeline_partition",
     "rank0_stores_alone",
     "served_vllm_config",
+    "stock_worker",
     "tell_cached",
     "told_by_rank0",
     "vllm_release",
@@ -235,6 +240,42 @@ def rank0_stores_alone(spec: Any) -> bool:
 def is_cpu_platform() -> bool:
     """Whether vLLM runs its kernels on the CPU."""
     return bool(current_platform.is_cpu())
+
+
+def is_cuda_platform() -> bool:
+    """Whether vLLM runs its kernels on NVIDIA's GPUs. (On AMD's no kernel reaches registered host memory in place.)"""
+    return bool(current_platform.is_cuda())
+
+
+def has_triton() -> bool:
+    """Whether kernels can be compiled here."""
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
+
+
+def pin_region(region: Any, *, canonical: bool) -> bool:
+    """Registers rows with CUDA, by vLLM's own function, as its own worker does; the region's `cleanup` takes it back.
+
+    Returns:
+        Whether the device reaches them: what failed is in vLLM's log, and nothing is registered then.
+    """
+    from vllm.utils.torch_utils import PIN_MEMORY
+    from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
+
+    if not PIN_MEMORY:
+        return False
+    slots = "worker_slot_only" in inspect.signature(pin_mmap_region).parameters
+    pin_mmap_region(region, **({"worker_slot_only": not canonical} if slots else {}))
+    return bool(region.is_pinned)
+
+
+def stock_worker(spec: Any, kv_caches: Any, region: Any) -> Any:
+    """vLLM's own worker over these pages and a region of which no view was taken yet: the worker's own from then on."""
+    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+
+    # By position: keywords differ.
+    return CPUOffloadingWorker(kv_caches, spec.blocks_per_chunk, num_rows(spec), region, spec.config.canonical_layout)
 
 
 def told_by_rank0(value: Any) -> Any:
