@@ -208,16 +208,20 @@ class EngineConfig:
     rows: str = "auto"
     shutdown_timeout_s: float = 5.0
     staging_bytes: int = 1 << 30  # most that its threads' buffers may take, those of given-up threads included
+    # Pages in a device's memory: staging there, and as much pinned host memory where transfers go through that. A bay
+    # holds the chunks of a batch, at least one; several let batches convert, copy and move at once.
+    bays: int = 4
+    bay_bytes: int = 32 << 20
     breaker_failures: int = 8  # storage calls in a row that fail until loads (or stores) are turned off; 0: never
     breaker_cooldown_s: float = 1.0  # until they are tried again; doubles each time that fails
     breaker_max_cooldown_s: float = 60.0  # and is never longer than this
     breaker_probe_chunks: int = 2  # chunks that may try at once
 
     def __post_init__(self) -> None:
-        _check_integers(self, 1, "io_threads", "max_queued_store_chunks", "max_queued_load_chunks")
+        _check_integers(self, 1, "io_threads", "max_queued_store_chunks", "max_queued_load_chunks", "bays")
         _check_integers(self, 0, "max_lost_threads", "breaker_failures")
         _check_integers(self, 1, "breaker_probe_chunks")
-        _check_integers(self, ALIGNMENT, "read_piece_bytes", "staging_bytes")
+        _check_integers(self, ALIGNMENT, "read_piece_bytes", "staging_bytes", "bay_bytes")
         _check_choice(self, "rows", ROW_MODES)
         if self.io_threads > 1024:
             raise ConfigError(f"io_threads={self.io_threads} must be 1..1024")

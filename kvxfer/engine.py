@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.config import EngineConfig
-from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages, slot_of
+from kvxfer.device.base import Device
+from kvxfer.device.choice import runner_over
 from kvxfer.errors import EngineClosed, IOFault, LayoutError, StoreError
 from kvxfer.intake import Intake
-from kvxfer.io.modes import in_memory
-from kvxfer.jobs import LOAD, STORE, Status, check_process, runner_of
+from kvxfer.jobs import LOAD, STORE, Status, check_process
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
 from kvxfer.reader import LoadReader
@@ -54,6 +54,8 @@ class TransferEngine:
         live: True where others may read the pages during a load (GPU blocks): they are then written only after the
             whole chunk was verified. False for memory that a result makes live (host rows): it is filled while it is
             checked.
+        device: that has the pages; None: host memory, or where the pages say they are. What the calling thread's
+            current stream had queued at a submit comes before the job touches its blocks.
         clock: seconds, for the circuit breaker alone; tests give one of their own.
 
     It starts turned off where the environment says KVXFER_DISABLE=1.
@@ -63,6 +65,7 @@ class TransferEngine:
     Raises:
         LayoutError: the ranks' mappings are of different slots.
         ConfigError: staging_bytes holds no buffer for such a slot, or KVXFER_DISABLE is neither 0 nor 1.
+        DeviceError: the device has no memory for a bay, or fails.
     """
 
     def __init__(
@@ -73,29 +76,30 @@ class TransferEngine:
         *,
         config: EngineConfig | None = None,
         live: bool = True,
+        device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         slot = slot_of(namespace, pages)
         self.config = config or EngineConfig()
         self._store, self._root = store, str(store.config.root)
-        self._intake = Intake(self.config, lambda: self._runner.stats(), clock)
+        self._intake = Intake(self.config, lambda: self._runner.stats(), clock, lambda: self._runner.refusal)
         held = set(itertools.chain.from_iterable(p.mapping.segments for p in pages))
         self._holds_all = len(held) == slot.num_segments
         self._pages = tuple(pages)  # keeps the memory under the handles
         self._blocks = min(p.num_blocks for p in pages)
         self._blocks_per_chunk = slot.blocks_per_chunk
         self._tokens_per_chunk = namespace.tokens_per_chunk
-        self._handles = [mapping_handle(p, p.mapping, live) for p in pages]
         self._namespace, self._slot = namespace, slot
         self._epoch = store.weight_epoch  # before the digest: one raised in between is seen by `_renew`
         self.digest = store.register(namespace, slot)
         self._pid = os.getpid()
-        self._runner, self._staging_limit = runner_of(self.config, slot, memory=in_memory(store.config.root))
+        self._runner, self._staging_limit = runner_over(self.config, slot, pages, device, store.config.root)
+        parts = [self._runner.part(p, live) for p in pages]
         self._native_ids = itertools.count(1)
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
-        self._reader = LoadReader(store, self._runner, self._handles, self._native_ids, self._intake, self._publish)
+        self._reader = LoadReader(store, self._runner, parts, self._native_ids, self._intake, self._publish)
         self._writer = StoreWriter(
-            store, self.digest, slot, self._runner, self._handles, self._native_ids, self._intake, self._publish
+            store, self.digest, slot, self._runner, parts, self._native_ids, self._intake, self._publish
         )
         # Guards what follows; never held across a call that can block. Reentrant, so that only its owner releases it:
         # an exception from a signal can leave a wait without the lock that it should have taken again.
@@ -355,7 +359,7 @@ class TransferEngine:
         return Metrics(counted | read, store, id(self._store))
 
     def stats(self) -> dict[str, int]:
-        """Counters of the native runner (kvx_stats) and of the engine, by name."""
+        """Counters of the runner (kvx_stats; of a device, too) and of the engine, by name."""
         check_process(self._pid, "engine")
         with self._lock:
             mine = {
@@ -394,7 +398,7 @@ class TransferEngine:
                 raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
         elif ids.size and ids.min() < 0 and (empty := (ids < 0).all(axis=1)).any():
             raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
-        job = PendingJob(job_id, direction, tuple(map(check_key, keys)), ids)
+        job = PendingJob(job_id, direction, tuple(map(check_key, keys)), ids, self._runner.mark())
         limit = self.config.max_queued_load_chunks if direction == LOAD else self.config.max_queued_store_chunks
         with self._lock:
             if self._closing:

@@ -32,16 +32,18 @@ class Intake:
         config: EngineConfig,
         stats: Callable[[], Mapping[str, int]],
         clock: Callable[[], float] = time.monotonic,
+        refusal: Callable[[], Status | None] = lambda: None,
     ) -> None:
         """
         Args:
-            stats: of the native runner, for calls that never return.
+            stats: of the runner, for calls that never return.
             clock: seconds.
+            refusal: why the runner would try nothing.
 
         Raises:
             ConfigError: KVXFER_DISABLE is neither 0 nor 1.
         """
-        self._stats = stats
+        self._stats, self._refusal = stats, refusal
         self._lock = threading.Lock()
         self._enabled = not _disabled()
         self._breakers = {
@@ -71,12 +73,14 @@ class Intake:
         """Why nothing at all of a job would pass now; None where something may."""
         if not self._enabled:
             return Status.OFF
+        if (refused := self._refusal()) is not None:
+            return refused
         with self._lock:
             return Status.BREAKER if self._breakers[direction].state() is BreakerState.OPEN else None
 
     def room(self, chunks: int) -> int:
         """How many of the first `chunks` chunks a load would be let try."""
-        if not self._enabled:
+        if not self._enabled or self._refusal() is not None:
             return 0
         if self._breakers[LOAD].closed:  # without the lock: lookups are many, and a moment's delay does no harm
             return chunks

@@ -1,4 +1,4 @@
-"""The native job runner: submit, poll, wait, cancel over `kvx_engine` (section 6 of csrc/kvx.h).
+"""What runs jobs: `Runner`, and the native one over `kvx_engine` (section 6 of csrc/kvx.h), for pages in host memory.
 
 Knows the C structs and nothing of stores: whoever submits says where each chunk's slot is and who it must be.
 """
@@ -9,6 +9,7 @@ import atexit
 import ctypes as C
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 
 from kvxfer import _native
 from kvxfer.config import CACHED_BYTES, EngineConfig, staging_buffer, staging_plan
+from kvxfer.convert.native import mapping_handle
+from kvxfer.convert.pages import KVPages
 from kvxfer.errors import ConfigError, ForkError, NativeError
 from kvxfer.report import engine_reporter
 from kvxfer.slot import SlotLayout
@@ -63,6 +66,7 @@ class Status(IntEnum):
     OFF = 68  # the engine was turned off
     BREAKER = 69  # the circuit breaker is open
     BUSY = 70  # another store is writing the chunk with fewer blocks
+    DEVICE = 71  # the device that has the pages was lost
 
     @property
     def is_damage(self) -> bool:
@@ -87,6 +91,7 @@ _MEANING = {
     Status.OFF: "kvxfer is turned off",
     Status.BREAKER: "the storage kept failing and is left alone for a while",
     Status.BUSY: "another store is writing fewer of the chunk's blocks",
+    Status.DEVICE: "the device failed",
 }
 
 
@@ -129,10 +134,106 @@ class JobOutcome:
     errors: tuple[ChunkError, ...]  # one for each chunk that isn't OK
 
 
-class JobRunner:
-    """Threads that run loads and stores without Python. Not usable in a forked child.
+class Runner(ABC):
+    """Runs loads and stores between pages and slots, each to its one outcome. Not usable in a forked child.
 
-    Thread-safe. `shutdown()` is bounded by its timeout, also where a call never returns.
+    Thread-safe. No call waits, but `wait`, `wait_gathered` and `shutdown`, all bounded by their timeouts.
+    """
+
+    @abstractmethod
+    def part(self, pages: KVPages, live: bool = True) -> Any:
+        """What `submit` takes for one rank's pages, which must be kept as long as it is used.
+
+        Args:
+            live: False where a load's result makes the pages live (host rows).
+
+        Raises:
+            LayoutError: the pages are not where this runner can move them.
+        """
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """Taken where a job is accepted, in the caller's thread, for `submit`'s `after`: all that this thread has
+        queued on a device so far comes before the job touches its blocks. None where there is no device."""
+
+    @property
+    @abstractmethod
+    def refusal(self) -> Status | None:
+        """Why nothing would be tried any more; None where it would."""
+
+    @abstractmethod
+    def submit(
+        self,
+        job_id: int,
+        direction: int,
+        parts: Sequence[Any],
+        records: bytes,
+        block_ids: NDArray[np.int64],
+        digest: bytes,
+        *,
+        deadline_ns: int = 0,
+        after: Any = None,
+    ) -> None:
+        """Queue a job. Everything is copied before this returns.
+
+        Args:
+            job_id: not in use by another job of this runner that was not polled yet.
+            parts: what `part` gave, all of one slot layout. A chunk's parts succeed or fail together.
+            records: packed kvx_chunk structs, one a chunk, in prefix order.
+            block_ids: [num_chunks, blocks_per_chunk], -1 for an absent block; C-contiguous.
+            digest: 32 bytes.
+            deadline_ns: loads: time.monotonic_ns() at which the gate closes; 0 for none.
+            after: what `mark` gave.
+
+        Raises:
+            NativeError: a block id out of range, or the runner was shut down.
+        """
+
+    @abstractmethod
+    def poll(self, direction: int) -> JobOutcome | None:
+        """One finished job, or None. Never blocks."""
+
+    @abstractmethod
+    def late(self) -> Iterator[tuple[int, int]]:
+        """(job id, chunk) of stores once reported LOST whose write has returned since: their slots are free again."""
+
+    @abstractmethod
+    def wait(self, directions: Sequence[int], timeout_s: float) -> bool:
+        """Block until a job of one of the directions can be polled, or `wake()` was called for one."""
+
+    @abstractmethod
+    def wake(self, direction: int = STORE) -> None:
+        """End the `wait` of whoever waits for this direction, or the next one."""
+
+    @abstractmethod
+    def wait_gathered(self, job_id: int, timeout_s: float) -> bool | None:
+        """Block until a store's source blocks may be reused. None where the job isn't known (any more)."""
+
+    @abstractmethod
+    def cancel(self, job_id: int) -> None:
+        """Close the job's gate now; its result follows at once. Unknown ids are ignored."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, int]:
+        """The kvx_stats counters by name; a runner over a device has more."""
+
+    @abstractmethod
+    def shutdown(self, timeout_s: float) -> int:
+        """Cancel what is queued, wait for calls under way, give the rest up. Results can still be polled.
+
+        Returns:
+            Threads left behind in calls that have not returned.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """`shutdown` without waiting, for a process that ends; nothing in a forked child."""
+
+
+class JobRunner(Runner):
+    """Threads that run loads and stores of pages in host memory without Python.
+
+    `shutdown()` is bounded by its timeout, also where a call never returns.
 
     Args:
         threads, io_timeout_s, max_lost_threads: as EngineConfig's.
@@ -167,6 +268,18 @@ class JobRunner:
         weakref.finalize(self, _dispose, self._lib, handle, self._pid).atexit = False
         _running.add(self)
 
+    def part(self, pages: KVPages, live: bool = True) -> int:
+        """The kvx_mapping handle of the pages' own mapping."""
+        return mapping_handle(pages, pages.mapping, live)
+
+    def mark(self) -> None:
+        """None: no device has anything queued."""
+
+    @property
+    def refusal(self) -> Status | None:
+        """None."""
+        return None
+
     def submit(
         self,
         job_id: int,
@@ -177,21 +290,13 @@ class JobRunner:
         digest: bytes,
         *,
         deadline_ns: int = 0,
+        after: None = None,
         part_writes: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Queue a job. Everything is copied before this returns.
+        """As `Runner.submit`.
 
         Args:
-            job_id: not in use by another job of this runner that was not polled yet.
-            parts: kvx_mapping handles, all of one slot layout.
-            records: packed kvx_chunk structs, one a chunk, in prefix order.
-            block_ids: [num_chunks, blocks_per_chunk], -1 for an absent block; C-contiguous.
-            digest: 32 bytes.
-            deadline_ns: loads: time.monotonic_ns() at which the gate closes; 0 for none.
             part_writes: stores: [num_chunks, num_parts], 1 where the part is the elected writer.
-
-        Raises:
-            NativeError: a block id out of range, or the runner was shut down.
         """
         check_process(self._pid, "engine")
         if len(records) != len(block_ids) * C.sizeof(_native.Chunk) or len(digest) != 32:
@@ -278,7 +383,9 @@ class JobRunner:
             self.shutdown(0)
 
 
-def runner_of(config: EngineConfig, slot: SlotLayout, *, memory: bool) -> tuple[JobRunner, int]:
+def runner_of(
+    config: EngineConfig, slot: SlotLayout, *, memory: bool, straight: Sequence[int] | None = None
+) -> tuple[JobRunner, int]:
     """The runner that a configuration asks for, and the most bytes that its buffers take together.
 
     Where files are memory, transfers are copies of the processor, and what is summed should still be in its cache.
@@ -287,6 +394,7 @@ def runner_of(config: EngineConfig, slot: SlotLayout, *, memory: bool) -> tuple[
     Args:
         slot: of the chunks that it will move.
         memory: whether files are pages of memory.
+        straight: as JobRunner's, instead of what `config.rows` says.
 
     Raises:
         ConfigError: staging_bytes holds no buffer for such a slot.
@@ -295,11 +403,13 @@ def runner_of(config: EngineConfig, slot: SlotLayout, *, memory: bool) -> tuple[
     if threads < config.io_threads:
         what = f"{threads} of {config.io_threads} I/O threads: more buffers than staging_bytes holds"
         engine_reporter.warn("staging", what)
+    if straight is None:
+        straight = {"auto": (STORE,) if memory else (), "straight": (STORE, LOAD), "staged": ()}[config.rows]
     runner = JobRunner(
         threads=threads,
         io_timeout_s=config.io_timeout_s,
         max_lost_threads=limit // staging_buffer(slot) - threads,
-        straight={"auto": (STORE,) if memory else (), "straight": (STORE, LOAD), "staged": ()}[config.rows],
+        straight=straight,
         read_piece_bytes=min(config.read_piece_bytes, CACHED_BYTES) if memory else config.read_piece_bytes,
         **({"write_piece_bytes": CACHED_BYTES} if memory else {}),
     )

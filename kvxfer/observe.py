@@ -127,6 +127,11 @@ READ = (
     _gauge("kvxfer_staging_peak_bytes", "The most that it has been.", "bytes"),
     _gauge("kvxfer_staging_limit_bytes", "The most that it can be.", "bytes"),
     _gauge("kvxfer_leaked_staging_bytes", "Of it, what is under calls that were given up.", "bytes"),
+    _gauge("kvxfer_bays", "Bays in service between pages of a device and the drive.", "bays"),
+    _gauge("kvxfer_bay_bytes", "Memory of the device in these bays.", "bytes"),
+    _gauge("kvxfer_held_bays", "Of these bays, those under writes that were given up.", "bays"),
+    _gauge("kvxfer_leaked_bays", "Bays that a device which failed may use for ever.", "bays"),
+    _gauge("kvxfer_lost_devices", "Engines whose device was lost: nothing is moved.", "engines"),
     _gauge(
         "kvxfer_breaker_state",
         "Engines whose breaker is in this state.",
@@ -316,6 +321,11 @@ def engine_values(
         ("kvxfer_staging_limit_bytes", ()): staging_limit,
         ("kvxfer_leaked_staging_bytes", ()): stats["leaked_bytes"],
         ("kvxfer_switched_off", ()): int(not enabled),
+        ("kvxfer_bays", ()): stats.get("device_bays", 0),  # of a runner over a device
+        ("kvxfer_bay_bytes", ()): stats.get("device_bays_bytes", 0),
+        ("kvxfer_held_bays", ()): stats.get("device_held_bays", 0),
+        ("kvxfer_leaked_bays", ()): stats.get("device_leaked_bays", 0),
+        ("kvxfer_lost_devices", ()): stats.get("device_lost", 0),
     }
     for direction, name in DIRECTIONS.items():
         state, opened = breakers[direction]

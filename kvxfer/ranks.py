@@ -15,16 +15,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.config import EngineConfig
-from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages
+from kvxfer.device.base import Device
+from kvxfer.device.choice import runner_over
 from kvxfer.errors import EngineClosed, FormatError, IOFault, KvxferError, LayoutError
-from kvxfer.io.modes import in_memory
-from kvxfer.jobs import LOAD, STORE, JobOutcome, Status, check_process, nanoseconds, runner_of
+from kvxfer.jobs import LOAD, STORE, JobOutcome, Status, check_process, nanoseconds
 from kvxfer.report import engine_reporter
 from kvxfer.results import block_table, refuse_repeated
 from kvxfer.slabs import SlabFiles
@@ -54,6 +55,7 @@ class _Job:
     block_ids: NDArray[np.int64]
     index: list[int]  # positions that the runner gets
     settled: Settled
+    after: Any = None  # what the runner's `mark` gave when it was submitted
     started: float = field(default_factory=time.monotonic)
     native: int | None = None
     ended: bool = False
@@ -77,19 +79,27 @@ class Rank:
         pages: this rank's pages, with a mapping for slots of the given alignment; called once for each alignment.
         config: of its runner: io_threads, io_timeout_s, max_lost_threads, read_piece_bytes, staging_bytes.
         number: which rank this is; under it its counters are told.
+        device: that has the pages; None: host memory, or where the pages say they are.
 
     Raises:
         ConfigError: staging_bytes holds no buffer for such a slot.
+        DeviceError: the device has no memory for a bay, or fails.
     """
 
     def __init__(
-        self, root: Path, pages: Callable[[int], KVPages], *, config: EngineConfig | None = None, number: int = 0
+        self,
+        root: Path,
+        pages: Callable[[int], KVPages],
+        *,
+        config: EngineConfig | None = None,
+        number: int = 0,
+        device: Device | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self._make_pages, self._pages = pages, {ALIGNMENT: pages(ALIGNMENT)}
         self._number = number
-        slot = self._pages[ALIGNMENT].mapping.slot
-        self._runner, self._staging_limit = runner_of(self.config, slot, memory=in_memory(root))
+        mine = self._pages[ALIGNMENT]
+        self._runner, self._staging_limit = runner_over(self.config, mine.mapping.slot, [mine], device, root)
         self._pid = os.getpid()
         self._files = SlabFiles(root)
         self._lock = threading.Condition()
@@ -125,7 +135,7 @@ class Rank:
         ids = block_table(block_ids, len(ticket.places), pages.mapping.blocks_per_chunk, pages.num_blocks)
         if ticket.is_load:
             refuse_repeated(ids)
-        job = _Job(ticket, ids, [], Settled(ranks=1))
+        job = _Job(ticket, ids, [], Settled(ranks=1), self._runner.mark())
         for position, place in enumerate(ticket.places):
             if place.slab == NOWHERE:
                 job.fail([position], Failure(Status.MISS))
@@ -351,11 +361,12 @@ class Rank:
             self._runner.submit(
                 native,
                 job.ticket.direction,
-                [mapping_handle(pages, pages.mapping)],
+                [self._runner.part(pages)],
                 records,
                 np.ascontiguousarray(job.block_ids[job.index]),
                 job.ticket.digest,
                 deadline_ns=0 if closes is None else max(1, nanoseconds(closes)),
+                after=job.after,
             )
         except Exception:  # whatever it is, the ticket was accepted: it ends, and whoever called says why
             del self._flights[native]

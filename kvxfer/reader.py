@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvxfer.breaker import Permit
 from kvxfer.intake import Intake
-from kvxfer.jobs import LOAD, JobOutcome, JobRunner, Status
+from kvxfer.jobs import LOAD, JobOutcome, Runner, Status
 from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob
 from kvxfer.store import Entry, Store
@@ -33,13 +34,13 @@ class LoadReader:
     def __init__(
         self,
         store: Store,
-        runner: JobRunner,
-        handles: Sequence[int],
+        runner: Runner,
+        parts: Sequence[Any],
         native_ids: Iterator[int],
         intake: Intake,
         finished: Callable[[PendingJob], None],
     ) -> None:
-        self._store, self._runner, self._handles, self._native_ids = store, runner, handles, native_ids
+        self._store, self._runner, self._parts, self._native_ids = store, runner, parts, native_ids
         self._intake, self._finished = intake, finished
         self._flights: dict[int, _Flight] = {}  # by native id
 
@@ -83,7 +84,7 @@ class LoadReader:
         self._flights[native] = _Flight(job, index, found, permit)
         records = b"".join([entry.record for entry in found[: permit.chunks]])
         ids = job.block_ids if len(index) == len(entries) else job.block_ids[list(index)]
-        self._runner.submit(native, LOAD, self._handles, records, ids, digest, deadline_ns=closes_ns)
+        self._runner.submit(native, LOAD, self._parts, records, ids, digest, deadline_ns=closes_ns, after=job.after)
         if job.cancelled:  # meanwhile
             self._runner.cancel(native)
 

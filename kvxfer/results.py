@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,6 +41,7 @@ class PendingJob:
     direction: int  # jobs.STORE or jobs.LOAD
     keys: Sequence[bytes]
     block_ids: NDArray[np.int64]  # [num_keys, blocks_per_chunk]
+    after: Any = None  # what its runner's `mark` gave when it was accepted
     started: float = field(default_factory=time.monotonic)
     native_ids: list[int] = field(default_factory=list)  # what was handed to the runner for it
     planned: threading.Event = field(default_factory=threading.Event)  # `native_ids` is complete

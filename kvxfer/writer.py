@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvxfer.breaker import Permit
 from kvxfer.intake import Intake
-from kvxfer.jobs import STORE, JobOutcome, JobRunner, Status
+from kvxfer.jobs import STORE, JobOutcome, Runner, Status
 from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob
 from kvxfer.slot import SlotLayout
@@ -52,8 +53,8 @@ class StoreWriter:
         store: Store,
         digest: bytes,
         slot: SlotLayout,
-        runner: JobRunner,
-        handles: Sequence[int],
+        runner: Runner,
+        parts: Sequence[Any],
         native_ids: Iterator[int],
         intake: Intake,
         finished: Callable[[PendingJob], None],
@@ -61,7 +62,7 @@ class StoreWriter:
         self._store, self._slot = store, slot
         self._batch = max(BATCH_LEAST, min(BATCH_MOST, BATCH_BYTES // slot.slot_bytes))
         self.digest = digest  # of the namespace that stores which start now go to
-        self._runner, self._handles, self._native_ids, self._finished = runner, handles, native_ids, finished
+        self._runner, self._parts, self._native_ids, self._finished = runner, parts, native_ids, finished
         self._intake = intake
         self._flights: dict[int, _Flight] = {}  # by native id
         self._writes: dict[bytes, _Write] = {}
@@ -144,7 +145,8 @@ class StoreWriter:
     def _fly(self, flight: _Flight) -> None:
         job, native = flight.job, next(self._native_ids)
         records = [s.chunk_record(job.keys[i]) for s, i in zip(flight.slots, flight.index, strict=True)]
-        self._runner.submit(native, STORE, self._handles, b"".join(records), job.block_ids[flight.index], flight.digest)
+        ids = job.block_ids[flight.index]
+        self._runner.submit(native, STORE, self._parts, b"".join(records), ids, flight.digest, after=job.after)
         self._flights[native] = flight
         job.native_ids.append(native)
         if job.cancelled:  # meanwhile
