@@ -14,6 +14,7 @@
 | a load that is waited for | not told | 0.33: `submit_load(..., expedited=)` |
 | where cached tokens came from | not asked | `OffloadingManager.get_load_source` |
 | sparse attention with pages in host memory | none | `AttentionConfig.hisparse_config` |
+| the axes of a layer's pages on GPUs | `AttentionBackend.get_kv_cache_shape` | the same for all: `KVCacheSpec` |
 | registering rows with CUDA | in one piece | in pieces; 0.33: `pin_mmap_region(..., worker_slot_only=)` |
 
 Each difference is found by looking at what is there, not at a version number.
@@ -64,6 +65,7 @@ except ImportError as exc:
     raise ImportError(f"kvxfer's adapters need vLLM 0.28 to 0.33: {exc}", name=exc.name, path=exc.path) from exc
 
 __all__ = [
+    "attention_backends",
     "FullAttentionSpec",
     "JobResult",
     "LoadStoreSpec",
@@ -99,6 +101,7 @@ __all__ = [
     "is_cuda_platform",
     "job_result",
     "job_rows",
+    "logical_page",
     "max_model_len",
     "num_rows",
     "open_region",
@@ -337,3 +340,25 @@ def cpu_kernel(dtype: Any, tokens_per_block: int, head_dim: int) -> str:
         return str(_get_attn_isa(dtype, tokens_per_block, head_dim))
     except (ImportError, TypeError) as exc:
         raise ConfigError(f"this vLLM does not say which kernel orders the pages' elements: {exc}") from exc
+
+
+def attention_backends(vllm_config: Any, layers: Sequence[str]) -> dict[str, Any]:
+    """The class of each layer's attention backend, in a worker that has its model; none of layers that it has not."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    found = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layers))
+    return {name: layer.get_attn_backend() for name, layer in found.items()}
+
+
+def logical_page(backend: Any, blocks: int, heads: int, tokens: int, dim: int) -> tuple[int, ...]:
+    """The shape of such a layer's tensor, in elements, whatever its strides: as the backend says, or, where backends
+    are not asked any more, vLLM for all of them.
+    """
+    if hasattr(backend, "get_kv_cache_shape"):
+        return tuple(map(int, backend.get_kv_cache_shape(blocks, tokens, heads, dim)))
+    import torch
+    from vllm.v1.kv_cache_interface import compute_layer_kv_cache_shape_bytes
+
+    spec = FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=dim, dtype=torch.int8)
+    return tuple(map(int, compute_layer_kv_cache_shape_bytes(spec, blocks)))
