@@ -351,14 +351,14 @@ def attention_backends(vllm_config: Any, layers: Sequence[str]) -> dict[str, Any
     return {name: layer.get_attn_backend() for name, layer in found.items()}
 
 
-def logical_page(backend: Any, blocks: int, heads: int, tokens: int, dim: int) -> tuple[int, ...]:
+def logical_page(backend: Any, dtype: Any, blocks: int, heads: int, tokens: int, dim: int) -> tuple[int, ...]:
     """The shape of such a layer's tensor, in elements, whatever its strides: as the backend says, or, where backends
-    are not asked any more, vLLM for all of them.
+    are not asked any more, vLLM for all of them. `dtype`: torch's.
     """
     if hasattr(backend, "get_kv_cache_shape"):
         return tuple(map(int, backend.get_kv_cache_shape(blocks, tokens, heads, dim)))
-    import torch
     from vllm.v1.kv_cache_interface import compute_layer_kv_cache_shape_bytes
 
-    spec = FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=dim, dtype=torch.int8)
-    return tuple(map(int, compute_layer_kv_cache_shape_bytes(spec, blocks)))
+    spec = FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=dim, dtype=dtype)
+    *axes, nbytes = map(int, compute_layer_kv_cache_shape_bytes(spec, blocks))
+    return *axes, nbytes // int(dtype.itemsize)

@@ -42,19 +42,23 @@ class Plan(Protocol):
 
     blocks_per_chunk: int
 
-    def check(self, block_ids: Ids, pages: Ids, group_pages: Ids) -> None: ...
+    def check(self, block_ids: Ids, pages: Ids, group_pages: Ids) -> None:
+        """See DeviceRowPlan."""
 
     def gather(
         self, block_ids: Ids, pages: Ids, group_pages: Ids, *, rows: RowMemory | None = None, places: Ids | None = None,
         programs: int | None = None,
-    ) -> int: ...  # fmt: skip
+    ) -> int:  # fmt: skip
+        """See DeviceRowPlan."""
 
     def scatter(
         self, block_ids: Ids, pages: Ids, group_pages: Ids, *, rows: RowMemory | None = None, places: Ids | None = None,
         programs: int | None = None,
-    ) -> int: ...  # fmt: skip
+    ) -> int:  # fmt: skip
+        """See DeviceRowPlan."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """See DeviceRowPlan."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def pages_of(
     heads = len(local_heads(setup.geometry, setup.shard))
     if backends is not None:
         for name in setup.layers:
-            _check_backend(name, backends.get(name))
+            _check_backend(name, backends.get(name), kv_caches[name].dtype)
     of = _cpu_layout if backends is None else _cuda_layout
     layouts = {of(setup.geometry, heads, setup.num_blocks, name, kv_caches[name]) for name in setup.layers}
     if len(layouts) != 1:
@@ -68,7 +68,7 @@ def _check_place(pages: KVPages, on_device: bool) -> None:
         raise LayoutError(f"the KV caches are on {pages.device}, which is not where this server's model runs")
 
 
-def _check_backend(layer: str, backend: Any) -> None:
+def _check_backend(layer: str, backend: Any, dtype: Any) -> None:
     """Raises ConfigError unless a layer's pages mean what is certified."""
     name = str(backend.get_name()) if backend is not None else "none that vLLM names"
     if name not in BACKENDS:
@@ -77,7 +77,7 @@ def _check_backend(layer: str, backend: Any) -> None:
             f"--attention-backend {' or '.join(BACKENDS)}, or use KvxferTier"
         )
     blocks, heads, tokens, dim = _MARKERS
-    if (shape := compat.logical_page(backend, blocks, heads, tokens, dim)) != (blocks, heads, tokens, 2 * dim):
+    if (shape := compat.logical_page(backend, dtype, blocks, heads, tokens, dim)) != (blocks, heads, tokens, 2 * dim):
         raise ConfigError(
             f"attention backend {name} of this vLLM has pages of shape {shape} for {blocks} blocks of {tokens} tokens, "
             f"{heads} heads of {dim} elements: certified is {(blocks, heads, tokens, 2 * dim)}. Use KvxferTier"
@@ -101,7 +101,7 @@ def _cuda_layout(geometry: KVGeometry, heads: int, num_blocks: int, name: str, t
         f"layer {name!r}: a tensor of shape {shape}, strides {strides} and {itemsize} bytes an element is not "
         f"certified; known is shape {(num_blocks, heads, tokens, 2 * dim)} of {size} bytes, each page in one piece, "
         "heads or tokens outermost. Blocks may be split for a kernel (give --block-size what it takes), or heads lie "
-        "outside of blocks or layers (give VLLM_KV_CACHE_LAYOUT=LBNHC)"
+        "outside of blocks or layers (give VLLM_KV_CACHE_LAYOUT=NHD)"
     )
 
 

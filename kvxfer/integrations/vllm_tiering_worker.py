@@ -19,13 +19,17 @@ SHUTDOWN_S = 30.0  # that a job under way gets at shutdown
 class Copier(Protocol):
     """RowCopier, for pages in host memory, or DeviceRowCopier."""
 
-    def submit(self, job: RowJob) -> None: ...
+    def submit(self, job: RowJob) -> None:
+        """Queue a job. Never waits."""
 
-    def finished(self) -> list[Done]: ...
+    def finished(self) -> list[Done]:
+        """What has ended since the last call. Never waits."""
 
-    def wait(self, job_ids: Iterable[int]) -> None: ...
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Until these have ended."""
 
-    def close(self, timeout_s: float) -> bool: ...
+    def close(self, timeout_s: float) -> bool:
+        """End; whether nothing is written any more."""
 
 
 class KvxferTieringWorker(OffloadingWorker):

@@ -322,13 +322,17 @@ def test_vllms_own_views_of_every_order(tmp_root: Path, cuda: list[FakeDevice], 
 
     spec = attention()
     strides = compute_layout_strides(spec, BLOCKS, LAYERS, KVCacheLayout[name])
-    shape = (LAYERS, *compat.logical_page(Named("FLASH_ATTN"), BLOCKS, HEADS, TOKENS, DIM)[:3], 2 * DIM * 4)
+    shape = (
+        LAYERS,
+        *compat.logical_page(Named("FLASH_ATTN"), torch.float32, BLOCKS, HEADS, TOKENS, DIM)[:3],
+        2 * DIM * 4,
+    )
     raw = torch.zeros(LAYERS * BLOCKS * PAGE * 4, dtype=torch.int8)
     views = torch.as_strided(raw, shape, strides)
     caches = {layer: views[number].view(torch.float32) for number, layer in enumerate(NAMES)}
     setup = cuda_setup(tmp_root)
     if name in ("LHBNC", "BHLNC"):
-        with pytest.raises(LayoutError, match="give VLLM_KV_CACHE_LAYOUT=LBNHC"):
+        with pytest.raises(LayoutError, match="give VLLM_KV_CACHE_LAYOUT=NHD"):
             pages_of(setup, caches, FINE)
         return
     pages = pages_of(setup, caches, FINE)(4096)
@@ -359,7 +363,7 @@ def test_vllms_own_backends_are_as_certified(module: str, name: str) -> None:
         found = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), name)
     except (ImportError, AttributeError) as exc:  # without a GPU not all of them can be imported
         pytest.skip(f"{module} cannot be imported here: {exc}")
-    _check_backend("a layer", found)
+    _check_backend("a layer", found, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
