@@ -194,6 +194,8 @@ class DeviceRowCopier:
         """Fails everything: on a device that reports an error nothing goes on. Called with the lock held."""
         self._lost = True
         flights = [flight for lane in self._lanes for flight in lane.flights]
+        if not flights:
+            return
         engine_reporter.failed("device", f"{len(flights)} jobs failed with their device", exc, count=len(flights))
         for flight in flights:
             flight.failed = True

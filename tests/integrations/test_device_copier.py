@@ -254,6 +254,19 @@ def test_whole_chunks_are_packed_and_what_is_left_is_not(monkeypatch: pytest.Mon
     ]  # fmt: skip
 
 
+def test_a_page_that_is_named_twice_makes_no_whole_chunk() -> None:
+    """As many pages as a chunk has, and not all of them: the row's other page is nobody's to write."""
+    both = world("direct", how="pack")
+    job = RowJob(0, True, np.array([1, 1]), np.array([2, 2]), np.array([2]))
+    before = both.region.rows.copy()
+    both.copier.submit(job)
+    both.copier.wait({0})
+    start = both.region.start
+    for at, layer in ((start, both.caches.tensors[0]), (start + 2 * 64, both.caches.tensors[1])):
+        before[1, at : at + layer.page_size_bytes] = layer.tensor[1].numpy().view(np.uint8)
+    assert_same(both.region.rows, before, "rows")
+
+
 @pytest.mark.parametrize(
     ("case", "how", "least", "packed"),
     [
