@@ -19,7 +19,7 @@ DIR ?=
 ARGS ?=
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: help install demo test test-slow test-gpu test-vllm test-vllm-full test-asan test-tsan check format bench bench-vllm build/vllm clean
+.PHONY: help install demo test test-slow test-gpu kernels test-vllm test-vllm-full test-asan test-tsan check format bench bench-vllm build/vllm clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
@@ -42,6 +42,9 @@ test-gpu: install ## the tests marked gpu; a missing GPU is a failure, not a ski
 	@nvidia-smi -L 2>/dev/null | grep -q . || { echo "make test-gpu: nvidia-smi shows no GPU here" >&2; exit 1; }
 	@$(BIN)/python -m pytest -m 'gpu or gds' $(ARGS) || \
 	{ test $$? = 5 && echo "make test-gpu: there are no GPU tests yet" >&2; exit 1; }
+
+kernels: install ## compile every kernel variant for four GPUs, without one, and check the code; ARGS=--write docs/kernels.md
+	@$(BIN)/python -m bench.kernels $(ARGS)
 
 # Each vLLM in an environment of its own, with kvxfer installed as a user has it: from a wheel. The tests run in a folder
 # that has links to them and not the sources, or those would be imported instead. Engines of a few GB run side by side.
@@ -75,11 +78,12 @@ bench-vllm: $(VLLM_VENV)/.kvxfer build/vllm ## beside vLLM's own fs tier, and in
 	$(CURDIR)/$(VLLM_BIN)/python -m bench --only $$room $(if $(DIR),--dir $(abspath $(DIR))) $(ARGS) || exit; done
 
 # csrc under the sanitizers, built aside; the tests that reach it run over that library. (Not those of several
-# processes: what they test is Python's, and every one of their processes would start under the sanitizer.)
+# processes: what they test is Python's, and every one of their processes would start under the sanitizer. Nor those of
+# Triton's interpreter, which reach none of it.)
 SANITIZED := tests/native tests/io tests/jobs tests/convert tests/engine tests/store tests/properties --capture=sys \
 	--deselect tests/store/test_sharing_defects.py \
 	--deselect tests/store/test_sharing.py --deselect tests/store/test_sharing_crash.py --deselect tests/store/test_sharing_model.py \
-	-m 'not gpu and not gds and not slow' --timeout 600 -n $(JOBS) --dist loadfile
+	-m 'not gpu and not gds and not slow' -k 'not triton' --timeout 600 -n $(JOBS) --dist loadfile
 test-asan: install ## the tests over csrc built with AddressSanitizer and UBSan
 	@KVXFER_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-lib build/asan
 	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
@@ -87,7 +91,7 @@ test-asan: install ## the tests over csrc built with AddressSanitizer and UBSan
 
 # Ten times slower than without: those where threads meet.
 THREADED := tests/native tests/io tests/jobs tests/convert tests/engine --deselect tests/engine/test_metamorphic.py \
-	--capture=sys -m 'not gpu and not gds and not slow' --timeout 600 -n $(JOBS) --dist loadfile
+	--capture=sys -m 'not gpu and not gds and not slow' -k 'not triton' --timeout 600 -n $(JOBS) --dist loadfile
 test-tsan: install ## the tests over csrc built with ThreadSanitizer
 	@KVXFER_SANITIZE=thread $(BIN)/python setup.py -q build_ext --build-lib build/tsan
 	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libtsan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \

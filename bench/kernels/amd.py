@@ -9,7 +9,7 @@ from bench.kernels.code import Instruction, Resources, UnreadableError
 _LABEL = re.compile(r"^(\.LBB\w+):")
 _LINE = re.compile(r"^\s+([a-z][a-z0-9]*_\w+)\b([^;]*)")
 _ACCESS = re.compile(r"(?:global|flat|buffer)_(load|store)_(?:lds_)?(\w+)")
-# flat_* may be of any memory: nothing says that it is not global. buffer_* with a scalar offset is how older ones spill.
+# flat_* may be of any memory: nothing says that it is not global.
 _WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "b128": 16, "b96": 12, "b64": 8, "b32": 4}
 _NUMBERS = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
 
@@ -38,6 +38,7 @@ def instructions(assembly: str) -> list[Instruction]:
                     load=width if access and access[1] == "load" else 0,
                     store=width if access and access[1] == "store" else 0,
                     local=opcode.startswith("scratch_"),
+                    call=opcode == "s_swappc_b64",
                 )
             )
             labels = []

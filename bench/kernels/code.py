@@ -22,6 +22,7 @@ class Instruction:
     load: int = 0  # bytes that a thread loads from global memory
     store: int = 0
     local: bool = False  # it reads or writes memory that stands in for registers
+    call: bool = False  # of a routine, whose instructions are not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Code:
     loads: dict[int, int]  # how many there are in the loop (or all, where there is none) of each width in bytes
     stores: dict[int, int]
     loop: int  # instructions of the innermost loop that moves data; 0: there is none
+    calls: int = 0  # in that loop
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction], resources: Resources, width: int) -> Code:
@@ -63,6 +65,7 @@ class Code:
             loads=dict(sorted(Counter(one.load for one in within if one.load).items())),
             stores=dict(sorted(Counter(one.store for one in within if one.store).items())),
             loop=0 if body is None else len(body),
+            calls=sum(one.call for one in within),
         )
 
 

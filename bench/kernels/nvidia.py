@@ -31,8 +31,8 @@ def instructions(sass: str) -> list[Instruction]:
         elif match := _LINE.match(line):
             opcode, operands = match["opcode"], match["operands"]
             kind, *modifiers = opcode.split(".")
-            if kind in ("CALL", "BRX", "JMX"):
-                raise UnreadableError(f"{opcode}: what it goes to would not be counted")
+            if kind in ("BRX", "JMX"):
+                raise UnreadableError(f"{opcode}: where it goes is not in the listing")
             target = _TARGET.search(operands) if kind in ("BRA", "JMP") else None
             always = match["predicate"] is None and _ALWAYS.match(operands)
             # LD and ST are of any memory: nothing says that it is not global.
@@ -45,6 +45,7 @@ def instructions(sass: str) -> list[Instruction]:
                     load=_width(modifiers) if kind in ("LDG", "LD", "LDGSTS") else 0,
                     store=_width(modifiers) if kind in ("STG", "ST") else 0,
                     local=kind in ("LDL", "STL"),
+                    call=kind == "CALL",
                 )
             )
             labels = []

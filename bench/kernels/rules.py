@@ -47,6 +47,8 @@ def faults(one: Compiled) -> tuple[str, ...]:
     cap_16 = INSTRUCTION_CAPS.get(one.name) if one.target == "sm_90" else None
     if cap_16 is not None and (one.per_16_bytes is None or one.per_16_bytes > cap_16):
         found.append(f"{one.per_16_bytes} instructions for 16 bytes, over {cap_16:g}")
+    if cap_16 is not None and code.calls:
+        found.append(f"{code.calls} calls in the loop, whose instructions are not among those for 16 bytes")
     return tuple(found)
 
 

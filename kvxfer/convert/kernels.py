@@ -1,10 +1,10 @@
 """The converter's device code: nothing but `@triton.jit`. launch.py checks, makes the tables, and chooses the grids.
 
-Bytes are moved as integers, never computed on, so every dtype survives bit for bit. A *vector* of VECTOR bytes (1 to 16)
-is what divides all sizes, strides and addresses of a call; it is loaded and stored whole, as words of 4 bytes, or of 2 or
-1 where the vector is shorter. A *tile* is 4 KiB of vectors, what a program moves in one turn: as many as a row of the
-checksum has. A *unit* is consecutive tiles of one segment of one chunk; program p does the units p, p + programs, ...
-so that any number of programs does the whole call.
+Bytes are moved as integers, never computed on, so every dtype survives bit for bit. A *vector* of VECTOR bytes (1 to
+16) is what divides all sizes, strides and addresses of a call; it is loaded and stored whole, as words of 4 bytes, or
+of 2 or 1 where the vector is shorter. A *tile* is 4 KiB of vectors, what a program moves in one turn: a row of the
+checksum. A *unit* is consecutive tiles of one segment of one chunk; program p does the units p, p + programs, ... so
+that any number of programs does the whole call.
 
 Addresses are 64-bit integers that the launcher has checked, and so are all byte offsets. Alignment is asserted only
 after an address has become a pointer: without that, accesses through a table of addresses turn scalar.
@@ -15,7 +15,6 @@ import triton.language as tl
 
 __all__ = ["clear_sums", "move_planes", "move_tiles", "sum_segments"]
 
-TILE = tl.constexpr(4096)  # bytes of a tile and of a checksum row
 # Columns of the tables, int64.
 PLACE_COLUMNS = tl.constexpr(4)  # offset in the payload area, segment number, payload bytes, bytes with padding
 TILE_COLUMNS = tl.constexpr(9)  # see move_tiles
@@ -125,13 +124,14 @@ def move_planes(
         stage: address of the first chunk's payload area, `stage_stride` bytes a chunk.
         parts, tiles, units: units of a segment, tiles of a unit, units of the call.
         FRAGMENT, FRAGMENTS, BLOCKS: vectors of a fragment, fragments of a page, blocks of a chunk.
-        LONG: vectors of a segment need more than 31 bits.
+        LONG: vectors of a segment, or bytes of a page, need more than 31 bits.
     """
-    INDEX: tl.constexpr = tl.int64 if LONG else tl.int32
+    INDEX: tl.constexpr = tl.uint64 if LONG else tl.uint32  # unsigned: divisions become shifts or products
+    TILE: tl.constexpr = 4096
     VECTORS: tl.constexpr = TILE // VECTOR
     PAGE: tl.constexpr = FRAGMENT * FRAGMENTS
     PLANE: tl.constexpr = PAGE * BLOCKS
-    lane = tl.arange(0, VECTORS)
+    lane = tl.arange(0, VECTORS).to(INDEX)
     if SUMS:
         columns = _columns(lane, k1, VECTOR)  # in registers for the whole program
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
@@ -148,9 +148,9 @@ def move_planes(
         end = padded
         if SCATTER:
             end = payload
-        first = (unit % parts * tiles).to(INDEX)
-        for tile in range(first, tl.minimum(first + tiles, (end + VECTORS - 1) // VECTORS)):
-            at = tile * VECTORS
+        first = unit % parts * tiles
+        for tile in range(first, tl.minimum(first + tiles, ((end + VECTORS - 1) // VECTORS).to(tl.int32))):
+            at = tl.cast(tile, INDEX) * VECTORS
             vector = at + lane
             inside = vector < payload
             staged = _pointers(start + vector.to(tl.int64) * VECTOR, VECTOR)
@@ -170,9 +170,9 @@ def move_planes(
                 block = vector % PLANE // PAGE
                 in_page = vector % PLANE % PAGE
             block_id = tl.load(my_blocks + block, mask=there, other=-1)
-            address = tl.load(my_planes + plane, mask=there, other=0) + block_id * block_stride
-            address += (in_page // FRAGMENT).to(tl.int64) * fragment_stride + (in_page % FRAGMENT).to(tl.int64) * VECTOR
-            paged = _pointers(address, VECTOR)
+            page = tl.load(my_planes + plane, mask=there, other=0) + block_id * block_stride
+            within = in_page // FRAGMENT * fragment_stride.to(INDEX) + in_page % FRAGMENT * VECTOR
+            paged = _pointers(page + within.to(tl.int64), VECTOR)
             present = (inside & (block_id >= 0))[:, None]
             if SCATTER:
                 words = tl.load(staged, mask=inside[:, None], other=0)
@@ -187,7 +187,7 @@ def move_planes(
             _add(sums + chunk * sums_stride + tl.load(place + 1), total)
 
 
-@triton.jit(do_not_specialize=["stage", "stage_stride", "sums_stride", "chunk_units", "units"])
+@triton.jit(do_not_specialize=["stage", "stage_stride", "sums_stride", "blocks", "chunk_units", "units"])
 def move_tiles(
     tile_table,
     unit_table,
@@ -218,6 +218,7 @@ def move_tiles(
         blocks: of a chunk.
         units: of the call. Others as for `move_planes`.
     """
+    TILE: tl.constexpr = 4096
     VECTORS: tl.constexpr = TILE // VECTOR
     lane = tl.arange(0, VECTORS)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
@@ -233,8 +234,8 @@ def move_tiles(
             inside = lane < (tl.load(entry + 1) // VECTOR).to(tl.int32)
             staged = _pointers(start + offset + lane.to(tl.int64) * VECTOR, VECTOR)
             block_id = tl.load(block_ids + chunk * blocks + tl.load(entry + 5))
-            vector = (tl.load(entry + 6) // VECTOR).to(tl.int32) + lane
-            fragment = (tl.load(entry + 7) // VECTOR).to(tl.int32)
+            vector = (tl.load(entry + 6) // VECTOR).to(tl.uint32) + lane.to(tl.uint32)
+            fragment = (tl.load(entry + 7) // VECTOR).to(tl.uint32)
             number = vector // fragment
             address = tl.load(entry + 3) + block_id * tl.load(entry + 4)
             address += number.to(tl.int64) * tl.load(entry + 8) + (vector - number * fragment).to(tl.int64) * VECTOR
@@ -272,9 +273,10 @@ def sum_segments(
     LONG: tl.constexpr,
 ):
     """sums[c, number of s] += the checksum of the payload of segment s of chunk c in `stage`. See `move_planes`."""
-    INDEX: tl.constexpr = tl.int64 if LONG else tl.int32
+    INDEX: tl.constexpr = tl.uint64 if LONG else tl.uint32
+    TILE: tl.constexpr = 4096
     VECTORS: tl.constexpr = TILE // VECTOR
-    lane = tl.arange(0, VECTORS)
+    lane = tl.arange(0, VECTORS).to(INDEX)
     columns = _columns(lane, k1, VECTOR)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         chunk = (unit // parts // segments).to(tl.int64)
@@ -282,9 +284,9 @@ def sum_segments(
         payload = (tl.load(place + 2) // VECTOR).to(INDEX)
         start = stage + chunk * stage_stride + tl.load(place)
         total = tl.zeros([VECTORS], tl.uint64)
-        first = (unit % parts * tiles).to(INDEX)
-        for tile in range(first, tl.minimum(first + tiles, (payload + VECTORS - 1) // VECTORS)):
-            vector = tile * VECTORS + lane
+        first = unit % parts * tiles
+        for tile in range(first, tl.minimum(first + tiles, ((payload + VECTORS - 1) // VECTORS).to(tl.int32))):
+            vector = tl.cast(tile, INDEX) * VECTORS + lane
             staged = _pointers(start + vector.to(tl.int64) * VECTOR, VECTOR)
             words = tl.load(staged, mask=(vector < payload)[:, None], other=0)
             row = tl.load(k2 + tile).to(tl.uint64, bitcast=True)

@@ -10,11 +10,12 @@ Under TRITON_INTERPRET=1 the same code runs on host memory, slowly: for tests.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -45,9 +46,11 @@ __all__ = [
 ]
 
 INTERPRETED = not isinstance(kernels.move_planes, triton.runtime.JITFunction)
-WARPS = 4
-UNITS_PER_SM = 20  # fewer and the longest program is waited for; more tiles a unit spread its first and last words' cost
-MOST_TILES = 16  # of a unit: beyond it nothing is left to spread
+WARPS = {16: 4, 8: 4, 4: 8, 2: 8, 1: 8}  # by vector: a tile of short ones has many words, a thread few registers
+# A program's first and last words cost two tiles' time: more tiles spread that, as long as enough programs are left for
+# every multiprocessor to end at about the same time.
+UNITS_PER_SM = 20
+MOST_TILES = 16
 CLEAR_SPAN = 1024
 
 Tensor = Any  # torch.Tensor, which is not typed here
@@ -170,7 +173,7 @@ def checksum(src: Tensor, mapping: CanonicalMapping, sums: Tensor, *, programs: 
         kernels.sum_segments[(_grid(units, programs),)](
             tables.places, tables.k1, tables.k2, cleared, at, stride, mapping.slot.num_segments,
             len(mapping.segments), parts, tiles, units,
-            VECTOR=vector, LONG=_long(tables, vector), num_warps=WARPS,
+            VECTOR=vector, LONG=_long(tables, vector), num_warps=WARPS[vector],
         )  # fmt: skip
 
 
@@ -203,37 +206,55 @@ def _move(
         return
     with _on(pages.device):
         plan = _plan_of(pages, mapping)
-        # No sums: k1 stands in for what the kernel then does not read.
-        target = plan.sums.k1 if sums is None else _cleared(plan.sums, mapping, sums)
+        # Without sums a kernel reads neither of k1, k2 and sums: any table will do.
+        target = plan.sums.k2 if sums is None else _cleared(plan.sums, mapping, sums)
         at, stride = stage.data_ptr(), _stride(stage, mapping)
-        options = {"VECTOR": gcd(plan.grain, at, stride), "SCATTER": to_pages, "SUMS": sums is not None}
-        tables = (plan.sums.places, block_ids, plan.sums.k1, plan.sums.k2, target, at, stride, mapping.slot.num_segments)
+        tables = (block_ids, plan.sums.k1, plan.sums.k2, target, at, stride, mapping.slot.num_segments)
+        vector = gcd(plan.grain, at, stride)
+        options = {"VECTOR": vector, "SCATTER": to_pages, "SUMS": sums is not None, "num_warps": WARPS[vector]}
         if plan.shape is None:
-            chunk_units = plan.payload_units if to_pages else len(plan.units)
-            units = chunks * chunk_units
-            kernels.move_tiles[(_grid(units, programs),)](
-                plan.tiles, plan.units, *tables, mapping.blocks_per_chunk, chunk_units, units,
-                **options, num_warps=WARPS,
-            )  # fmt: skip
-            return
-        shape, segments = plan.shape, len(mapping.segments)
-        longest = plan.sums.most_payload if to_pages else plan.sums.most_padded
-        parts, tiles = _cut(plan.sums, longest, chunks, programs)
-        units = chunks * segments * parts
-        kernels.move_planes[(_grid(units, programs),)](
-            plan.planes, *tables, shape.block_stride, shape.fragment_stride, shape.planes, segments, parts, tiles, units,
-            **_plane_sizes(shape, options["VECTOR"]), **options, LONG=_long(plan.sums, options["VECTOR"]),
-            num_warps=WARPS,
-        )  # fmt: skip
+            _launch_tiles(plan, mapping, chunks, programs, tables, options)
+        else:
+            _launch_planes(plan, plan.shape, chunks, programs, tables, options)
+
+
+def _launch_planes(
+    plan: _Plan, shape: Shape, chunks: int, programs: int | None, tables: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    sums, vector = plan.sums, options["VECTOR"]
+    segments = len(sums.places)
+    parts, tiles = _cut(sums, sums.most_payload if options["SCATTER"] else sums.most_padded, chunks, programs)
+    units = chunks * segments * parts
+    kernels.move_planes[(_grid(units, programs),)](
+        plan.planes, sums.places, *tables, shape.block_stride, shape.fragment_stride, shape.planes,
+        segments, parts, tiles, units,
+        **_plane_sizes(shape, vector), LONG=_long(sums, vector, shape), **options,
+    )  # fmt: skip
+
+
+def _launch_tiles(
+    plan: _Plan,
+    mapping: CanonicalMapping,
+    chunks: int,
+    programs: int | None,
+    tables: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    chunk_units = plan.payload_units if options["SCATTER"] else len(plan.units)
+    units = chunks * chunk_units
+    kernels.move_tiles[(_grid(units, programs),)](
+        plan.tiles, plan.units, plan.sums.places, *tables, mapping.blocks_per_chunk, chunk_units, units, **options
+    )
 
 
 def _plane_sizes(shape: Shape, vector: int) -> dict[str, int]:
     return {"FRAGMENT": shape.fragment // vector, "FRAGMENTS": shape.fragments, "BLOCKS": shape.blocks}
 
 
-def _long(tables: _Sums, vector: int) -> bool:
-    """Whether the vectors of a segment, and of a tile beyond its end, need more than 31 bits."""
-    return tables.most_padded // vector + WIDEST * TILE >= 2**31
+def _long(tables: _Sums, vector: int, shape: Shape | None = None) -> bool:
+    """Whether the vectors of a segment, and of a tile beyond its end, or the bytes of a page need more than 31 bits."""
+    page = 0 if shape is None else shape.fragments * shape.fragment_stride
+    return max(tables.most_padded // vector + WIDEST * TILE, page) >= 2**31
 
 
 def _cut(tables: _Sums, longest: int, chunks: int, programs: int | None) -> tuple[int, int]:
@@ -299,7 +320,7 @@ def _check_tensor(name: str, tensor: Tensor, device: str, dtypes: tuple[Any, ...
 def _device_of(*tensors: Tensor) -> str:
     """The device of the first tensor that is on one; torch's current one where all are in host memory."""
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
             return str(tensor.device)
     return "cpu" if INTERPRETED else f"cuda:{torch.cuda.current_device()}"
 
@@ -394,18 +415,22 @@ def _upload(table: NDArray[Any], device: str) -> Tensor:
 
 def variants() -> Iterator[Variant]:
     """Every kernel as the usual caches launch it, for each mode; what is launched is made of the same parts."""
-    attention = {"num_layers": 1, "num_kv_heads": 8, "tokens_per_block": 16}
-    latent = {"num_layers": 1, "num_kv_heads": 1, "tokens_per_block": 64, "kind": Kind.MLA}
+    attention = KVGeometry(num_layers=1, num_kv_heads=8, head_dim=128, dtype="bfloat16", tokens_per_block=16)
+    fp8 = replace(attention, dtype="float8_e4m3fn")
+    latent = replace(attention, num_kv_heads=1, head_dim=576, tokens_per_block=64, kind=Kind.MLA)
+    nhd, hnd = PageLayout.nhd, PageLayout.hnd
     cases = {
-        "nhd-256": (KVGeometry(**attention, head_dim=128, dtype="bfloat16"), PageLayout.nhd, 1, 16),
-        "nhd-128-4blocks": (KVGeometry(**attention, head_dim=128, dtype="float8_e4m3fn"), PageLayout.nhd, 4, 16),
-        "hnd-4096": (KVGeometry(**attention, head_dim=128, dtype="bfloat16"), PageLayout.hnd, 1, 16),
-        "nhd-160": (KVGeometry(**attention, head_dim=80, dtype="bfloat16"), PageLayout.nhd, 1, 16),
-        "mla-1152": (KVGeometry(**latent, head_dim=576, dtype="bfloat16"), PageLayout.nhd, 1, 16),
-        "mla-656": (KVGeometry(**latent, head_dim=656, dtype="uint8"), PageLayout.nhd, 1, 16),
-        "nhd-132": (KVGeometry(**attention, head_dim=132, dtype="uint8"), PageLayout.nhd, 1, 4),
-        "nhd-256-apart": (KVGeometry(**attention, head_dim=128, dtype="bfloat16"), PageLayout.nhd, 1, 8),
-        "nhd-33": (KVGeometry(**attention, head_dim=33, dtype="uint8"), PageLayout.nhd, 1, 1),
+        "nhd-256": (attention, nhd, 1, 16),
+        "nhd-256-4blocks": (attention, nhd, 4, 16),
+        "nhd-256-odd": (attention, nhd, 1, 8),  # pages or chunks at multiples of 8 bytes
+        "nhd-128-4blocks": (fp8, nhd, 4, 16),
+        "nhd-160": (replace(attention, head_dim=80), nhd, 1, 16),
+        "nhd-132": (replace(fp8, head_dim=132), nhd, 1, 4),
+        "nhd-33": (replace(fp8, head_dim=33), nhd, 1, 1),
+        "hnd-4096": (attention, hnd, 1, 16),
+        "mla-1152": (latent, nhd, 1, 16),
+        "mla-656": (replace(latent, head_dim=656, dtype="uint8"), nhd, 1, 16),
+        "mla-656-4blocks": (replace(latent, head_dim=656, dtype="uint8"), nhd, 4, 16),
     }
     for name, (geometry, layout, blocks, vector) in cases.items():
         page = layout(geometry, geometry.num_kv_heads)
@@ -430,16 +455,24 @@ _MODES: Mapping[str, dict[str, bool]] = {
 _POINTERS = {"k1": "*i32"} | dict.fromkeys(
     ("planes", "places", "block_ids", "k2", "sums", "tile_table", "unit_table"), "*i64"
 )
-_ALIGNED = {"planes", "places", "k1", "k2", "tile_table", "unit_table"}  # torch's allocations; the others are a caller's
+_ALIGNED = {
+    "planes",
+    "places",
+    "k1",
+    "k2",
+    "tile_table",
+    "unit_table",
+}  # torch's allocations; the others are a caller's
 
 
 def _variant(name: str, kernel: Any, constexprs: dict[str, Any], sector: int) -> Variant:
-    signature, attrs = {}, {}
-    for index, parameter in enumerate(kernel.params):
-        if parameter.name in constexprs:
-            signature[parameter.name] = "constexpr"
+    signature: dict[str, str] = {}
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, (argument, parameter) in enumerate(inspect.signature(kernel.fn).parameters.items()):
+        if argument in constexprs:
+            signature[argument] = "constexpr"
         else:
-            signature[parameter.name] = _POINTERS.get(parameter.name) or parameter.annotation_type
-        if parameter.name in _ALIGNED:
+            signature[argument] = _POINTERS.get(argument) or f"i{parameter.annotation.primitive_bitwidth}"
+        if argument in _ALIGNED:
             attrs[(index,)] = [["tt.divisibility", 16]]
-    return Variant(name, kernel, signature, constexprs, attrs, WARPS, sector)
+    return Variant(name, kernel, signature, constexprs, attrs, WARPS[sector], sector)

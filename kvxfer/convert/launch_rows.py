@@ -52,8 +52,9 @@ class RowJob:
 class DeviceRowPlan:
     """All KV-cache groups of a rank, over its live tensors and rows: resolved once, then a job is one launch.
 
-    Nothing waits for the device. Jobs are put on torch's current stream of the tensors' device: record an event before
-    anything is reused. Jobs may run side by side, as long as none writes what another touches. Thread-safe.
+    Jobs are put on torch's current stream of the tensors' device: record an event before anything is reused. They may
+    run side by side, as long as none writes what another touches. Nothing waits for the device, but for the first job
+    over rows that are aligned otherwise than the plan's, which uploads their tables. Thread-safe.
 
     Args:
         groups: the rank's mapping of each group, all with as many blocks a chunk. A tensor may be in several.

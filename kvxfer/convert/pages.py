@@ -115,10 +115,9 @@ def memory_of(tensor: Any, index: int) -> tuple[int, int, bool]:
     Raises:
         LayoutError: it is not in host memory, or its first element is not its lowest address.
     """
-    device, *memory = _memory_of(tensor, index)
+    device, address, available, writable = _memory_of(tensor, index)
     if device != "cpu":
         raise LayoutError(f"tensor {index} is on {device}: it must be in host memory")
-    address, available, writable = memory
     return address, available, writable
 
 

@@ -155,5 +155,5 @@ def _joined(mapping: CanonicalMapping) -> tuple[NDArray[np.uint64], NDArray[np.u
 
 def _bases(mapping: CanonicalMapping, addresses: Sequence[int]) -> Table:
     """The address of each run's first fragment in block 0."""
-    tensors = np.array(addresses, dtype=np.int64)
-    return tensors[mapping.runs["tensor"]] + mapping.runs["local_offset"].astype(np.int64)
+    tensors: Table = np.array(addresses, dtype=np.int64)[mapping.runs["tensor"]]
+    return tensors + mapping.runs["local_offset"].astype(np.int64)

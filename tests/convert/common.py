@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from kvxfer.convert import native, reference
@@ -16,9 +17,24 @@ from kvxfer.layout import LAYOUTS, kvx1_mapping, local_heads
 from tests.oracle import POISON, Model
 
 # Each has gather(pages, block_ids, mapping, out, sums) and scatter(src, block_ids, mapping, pages, sums).
-CONVERTERS: dict[str, ModuleType] = {"reference": reference, "native": native}
+CONVERTERS: dict[str, Any] = {"reference": reference, "native": native}
+# The kernels under the same face (tests/convert/on_triton.py), interpreted, and compiled on a GPU. The interpreter
+# takes 10 to 30 ms for 4 KiB, so they get few cases, chosen.
+ON_TRITON = [pytest.param("triton"), pytest.param("triton-gpu", marks=pytest.mark.gpu)]
+EVERY_CONVERTER = [*CONVERTERS, *ON_TRITON]
 NUM_BLOCKS = 9
 UNTOUCHED_SUM = 0xDEAD
+
+
+def with_kernels(*few: tuple[Any, ...], every: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """(converter, ...): `every` case for the host's converters, a few for the kernels."""
+    hosts, kernels = ([pytest.param(name) for name in CONVERTERS], every), (ON_TRITON, few)
+    params = []
+    for converter, case in (pair for converters, cases in (hosts, kernels) for pair in product(converters, cases)):
+        (name,) = converter.values
+        told = [name, *(str(part) for part in case if isinstance(part, str | int | tuple))]
+        params.append(pytest.param(name, *case, id="-".join(told), marks=list(converter.marks)))
+    return params
 
 
 def attention(head_dim: int, dtype: str, tokens: int, *, layers: int = 2, heads: int = 4) -> KVGeometry:

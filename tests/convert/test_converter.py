@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import cycle, product
-from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kvxfer.convert import native
 from kvxfer.convert.pages import KVPages
-from kvxfer.geometry import KVGeometry
 from kvxfer.layout import row_mapping
 from kvxfer.slot import ROW_SEGMENT_BYTES
 from tests.convert.common import (
@@ -25,6 +24,7 @@ from tests.convert.common import (
     buffers,
     latent,
     rank_pages,
+    with_kernels,
 )
 from tests.oracle import LAYOUT_AXES, POISON, Model
 
@@ -40,54 +40,84 @@ GEOMETRIES = {
     "mla 656": latent(656, "uint8", 3),
     "mla 1152": latent(576, "bfloat16", 4),
 }
-# (tp_size, blocks_per_chunk, padding, offset): below, at and above four KV heads.
+
+
+class Place(NamedTuple):
+    """Where a rank is, and its pages in memory."""
+
+    tp_size: int
+    per_chunk: int
+    padding: int = 0
+    offset: int = 0
+    only_rank: int | None = None  # None: all in turn
+
+
+# tp_size below, at and above four KV heads.
 PLACES = [
-    (tp_size, per_chunk, *edges)
-    for (tp_size, per_chunk), edges in zip(
+    Place(*sizes, *edges)
+    for sizes, edges in zip(
         product((1, 2, 4, 8), (1, 2, 4)), cycle([(0, 0), (64, 0), (0, 24), (40, 7), (3, 4096)]), strict=False
     )
 ]
+# For the kernels: every layout, size, way to cut a tile, and vector of 1 to 16 bytes.
+FEW = [
+    ("nhd", "4", Place(4, 2, 64, 0, 1)),
+    ("packed", "33", Place(2, 4, 40, 7, 1)),
+    ("hnd", "52", Place(8, 2, 0, 24, 5)),
+    ("split", "72", Place(2, 2, 2, 4096, 0)),
+    ("packed-nhd", "80", Place(4, 4, 64, 0, 3)),
+    ("split-hnd", "132", Place(8, 1, 0, 0, 2)),
+    ("nhd", "132", Place(1, 1, 8, 40, 0)),
+    ("nhd", "256", Place(4, 1, 0, 0, 2)),
+    ("packed-nhd", "256", Place(8, 2, 64, 0, 7)),
+    ("hnd", "256", Place(4, 1, 0, 16, 1)),
+    ("split", "one token", Place(2, 4, 0, 0, 1)),
+    ("nhd", "mla 656", Place(4, 4, 16, 0, 1)),
+    ("nhd", "mla 1152", Place(1, 1, 0, 24, 0)),
+]
 
 
-@pytest.fixture(params=CONVERTERS)
-def converter(request: pytest.FixtureRequest) -> ModuleType:
-    return CONVERTERS[request.param]
+SWEEP = pytest.mark.parametrize(
+    ("converter", "layout", "geometry", "places"),
+    with_kernels(
+        *((layout, geometry, [place]) for layout, geometry, place in FEW),
+        every=product(LAYOUT_AXES, GEOMETRIES, [PLACES]),
+    ),
+    indirect=["converter"],
+)
 
 
-def ranks(
-    model: Model, layout: str, tp_size: int, per_chunk: int, padding: int, offset: int, only: list[int] | None = None
-) -> Iterator[tuple[int, KVPages]]:
-    for rank in range(tp_size):
+def ranks(model: Model, layout: str, place: Place, only: list[int] | None = None) -> Iterator[tuple[int, KVPages]]:
+    for rank in range(place.tp_size) if place.only_rank is None else (place.only_rank,):
         yield (
             rank,
             rank_pages(
                 model,
                 layout,
-                padding=padding,
-                offset=offset,
-                blocks_per_chunk=per_chunk,
+                padding=place.padding,
+                offset=place.offset,
+                blocks_per_chunk=place.per_chunk,
                 only=only,
-                tp_size=tp_size,
+                tp_size=place.tp_size,
                 tp_rank=rank,
             ),
         )
 
 
-@pytest.mark.parametrize("layout", LAYOUT_AXES)
-@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+@SWEEP
 def test_gather_writes_a_ranks_segments_and_nothing_else(
-    converter: ModuleType, layout: str, geometry: KVGeometry
+    converter: Any, layout: str, geometry: str, places: list[Place]
 ) -> None:
-    model = Model.random(geometry, NUM_BLOCKS)
-    for tp_size, per_chunk, padding, offset in PLACES:
-        ids = block_ids(per_chunk)
+    model = Model.random(GEOMETRIES[geometry], NUM_BLOCKS)
+    for place in places:
+        ids = block_ids(place.per_chunk)
         payloads, sums = model.payloads(ids), model.sums(ids)
-        for rank, pages in ranks(model, layout, tp_size, per_chunk, padding, offset):
-            what = f"tp{tp_size} rank {rank}, {per_chunk} blocks"
+        for rank, pages in ranks(model, layout, place):
+            what = f"rank {rank} of {place}"
             found, found_sums = buffers(pages, len(ids))
             want, want_sums = buffers(pages, len(ids))
             stride = pages.mapping.slot.segment_stride
-            for s in model.segments_of(tp_size=tp_size, tp_rank=rank):
+            for s in model.segments_of(tp_size=place.tp_size, tp_rank=rank):
                 want[:, s * stride : (s + 1) * stride] = payloads[:, s * stride : (s + 1) * stride]
                 want_sums[:, s] = sums[:, s]
             converter.gather(pages, ids, pages.mapping, found, found_sums)
@@ -98,36 +128,45 @@ def test_gather_writes_a_ranks_segments_and_nothing_else(
             assert_same(without_sums, want, f"{what}, without sums")
 
 
-@pytest.mark.parametrize("layout", LAYOUT_AXES)
-@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+@SWEEP
 def test_scatter_writes_the_blocks_named_and_nothing_else(
-    converter: ModuleType, layout: str, geometry: KVGeometry
+    converter: Any, layout: str, geometry: str, places: list[Place]
 ) -> None:
     """The payload is the oracle's, so that a gather that is wrong the same way cannot hide it."""
-    model = Model.random(geometry, NUM_BLOCKS)
-    for tp_size, per_chunk, padding, offset in PLACES:
-        ids = block_ids(per_chunk)
+    g = GEOMETRIES[geometry]
+    model = Model.random(g, NUM_BLOCKS)
+    for place in places:
+        ids = block_ids(place.per_chunk)
         full = np.where(ids < 0, 7, ids)  # the payload has bytes for the blocks that are not wanted, too
         src, sums = model.payloads(full), model.sums(full)
-        segment_bytes = geometry.block_bytes * per_chunk // geometry.num_kv_heads
-        src.reshape(len(ids), geometry.num_kv_heads, -1)[..., segment_bytes:] = 0xEE  # padding is nobody's concern
+        segment_bytes = g.block_bytes * place.per_chunk // g.num_kv_heads
+        src.reshape(len(ids), g.num_kv_heads, -1)[..., segment_bytes:] = 0xEE  # padding is nobody's concern
         present = ids[ids >= 0].tolist()
-        for rank, pages in ranks(model, layout, tp_size, per_chunk, padding, offset, only=[]):
-            what = f"tp{tp_size} rank {rank}, {per_chunk} blocks"
+        for rank, pages in ranks(model, layout, place, only=[]):
+            what = f"rank {rank} of {place}"
+            where = {"tp_size": place.tp_size, "tp_rank": rank}
             _, found_sums = buffers(pages, len(ids))
             _, want_sums = buffers(pages, len(ids))
-            owned = model.segments_of(tp_size=tp_size, tp_rank=rank)
+            owned = model.segments_of(**where)
             want_sums[:, owned] = sums[:, owned]
             converter.scatter(src, ids, pages.mapping, pages, found_sums)
-            want = model.pages(layout, padding=padding, offset=offset, tp_size=tp_size, tp_rank=rank, only=present)
+            want = model.pages(layout, padding=place.padding, offset=place.offset, only=present, **where)
             for tensor, memory in enumerate(want):
                 assert_same(pages.tensors[tensor], memory, f"{what}, tensor {tensor}")
             assert_same(found_sums, want_sums, f"{what}: sums")
 
 
-@pytest.mark.parametrize("layout", ["nhd", "split-hnd"])
-@pytest.mark.parametrize(("pp_size", "layer_groups"), [(1, 2), (2, 2), (2, 6), (3, 3), (6, 6)])
-def test_pipeline_stages(converter: ModuleType, layout: str, pp_size: int, layer_groups: int) -> None:
+@pytest.mark.parametrize(
+    ("converter", "layout", "stages"),
+    with_kernels(
+        ("nhd", (2, 2)),
+        ("split-hnd", (1, 2)),
+        every=product(["nhd", "split-hnd"], [(1, 2), (2, 2), (2, 6), (3, 3), (6, 6)]),
+    ),
+    indirect=["converter"],
+)
+def test_pipeline_stages(converter: Any, layout: str, stages: tuple[int, int]) -> None:
+    pp_size, layer_groups = stages
     model = Model.random(attention(20, "uint8", 3, layers=6, heads=2), NUM_BLOCKS)
     ids = block_ids(2)
     present = ids[ids >= 0].tolist()
@@ -150,7 +189,7 @@ def test_pipeline_stages(converter: ModuleType, layout: str, pp_size: int, layer
     assert_same(sums, model.sums(ids, layer_groups=layer_groups), "sums")
 
 
-def test_up_and_down_the_ladder_of_tensor_parallel_sizes(converter: ModuleType) -> None:
+def test_up_and_down_the_ladder_of_tensor_parallel_sizes(converter: Any) -> None:
     """R8: four KV heads, padded pages; TP1 -> TP8 -> TP2 -> TP4 -> TP1 gives the first bytes back."""
     model = Model.random(attention(26, "float16", 5), NUM_BLOCKS)
     ids = np.arange(8, dtype=np.int64).reshape(4, 2)
@@ -166,7 +205,7 @@ def test_up_and_down_the_ladder_of_tensor_parallel_sizes(converter: ModuleType) 
                     converter.gather(pages, ids[one], pages.mapping, payload[one], sums[one])
         assert_same(payload, want, f"before tp{tp_size}")
         assert_same(sums, model.sums(ids), f"sums before tp{tp_size}")
-        held = [pages for _, pages in ranks(model, layout, tp_size, 2, 48, 0, only=[])]
+        held = [pages for _, pages in ranks(model, layout, Place(tp_size, 2, 48), only=[])]
         for pages in held:
             converter.scatter(payload, ids, pages.mapping, pages)
     for tensor, memory in enumerate(first):
@@ -174,17 +213,24 @@ def test_up_and_down_the_ladder_of_tensor_parallel_sizes(converter: ModuleType) 
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_mla_rows_are_one_length_under_every_tp(converter: ModuleType, tp_size: int) -> None:
+def test_mla_rows_are_one_length_under_every_tp(converter: Any, tp_size: int) -> None:
     model = Model.random(GEOMETRIES["mla 656"], NUM_BLOCKS)
     ids = block_ids(2)
-    for _, pages in ranks(model, "nhd", tp_size, 2, 16, 0):
+    for _, pages in ranks(model, "nhd", Place(tp_size, 2, 16)):
         found, _ = buffers(pages, len(ids))
         converter.gather(pages, ids, pages.mapping, found)
         assert_same(found, model.payloads(ids))
 
 
-@pytest.mark.parametrize("row_bytes", [1, 100, ROW_SEGMENT_BYTES, ROW_SEGMENT_BYTES + 5, 3 * ROW_SEGMENT_BYTES - 4096])
-def test_rows_go_as_they_are(converter: ModuleType, row_bytes: int) -> None:
+ROW_SIZES = [1, 100, ROW_SEGMENT_BYTES, ROW_SEGMENT_BYTES + 5, 3 * ROW_SEGMENT_BYTES - 4096]
+
+
+@pytest.mark.parametrize(
+    ("converter", "row_bytes"),
+    with_kernels((1,), (100,), every=product(ROW_SIZES)),
+    indirect=["converter"],
+)
+def test_rows_go_as_they_are(converter: Any, row_bytes: int) -> None:
     mapping = row_mapping(row_bytes, row_stride=row_bytes + 24)
     rows = np.random.default_rng(3).integers(0, 256, size=(5, row_bytes + 24), dtype=np.uint8)
     rows[:, row_bytes:] = POISON

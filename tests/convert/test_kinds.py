@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from types import ModuleType
+from itertools import accumulate, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,15 +18,10 @@ from kvxfer.geometry import Kind, KVGeometry, ShardSpec
 from kvxfer.layout import PageLayout, kvx1_mapping, kvx1_mappings
 from kvxfer.mapping import CanonicalMapping, LocalTensor
 from kvxfer.opaque import opaque_mappings
-from tests.convert.common import CONVERTERS, NUM_BLOCKS, assert_same, block_ids, buffers
+from tests.convert.common import CONVERTERS, NUM_BLOCKS, assert_same, block_ids, buffers, with_kernels
 from tests.oracle import POISON
 
 Bytes = NDArray[np.uint8]
-
-
-@pytest.fixture(params=CONVERTERS)
-def converter(request: pytest.FixtureRequest) -> ModuleType:
-    return CONVERTERS[request.param]
 
 
 def random_pages(sizes: Sequence[int], seed: int = 0) -> list[Bytes]:
@@ -59,7 +54,7 @@ def segments_of(tensors: Sequence[Bytes], ids: Sequence[int], parts: int) -> lis
 
 
 def check(
-    converter: ModuleType,
+    converter: Any,
     mapping: CanonicalMapping,
     tensors: Sequence[Bytes],
     segments: Sequence[int],
@@ -108,25 +103,36 @@ def layouts_of(geometry: KVGeometry) -> list[PageLayout]:
     return [PageLayout.nhd(one, 1, padding=4 * n, offset=3 * n) for n, one in enumerate(geometry.tensors)]
 
 
-@pytest.mark.parametrize("extra", [132, (6, 0, 6, 0), (0, 4, 1, 3), (0, 0, 0, 7)], ids=str)
-@pytest.mark.parametrize("per_chunk", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("converter", "extra", "per_chunk", "tp_sizes"),
+    with_kernels(
+        ((0, 0, 0, 132), 2, (1,)),
+        ((0, 4, 1, 3), 1, (1,)),
+        every=product([132, (6, 0, 6, 0), (0, 4, 1, 3), (0, 0, 0, 7)], [1, 2, 4], [(1, 4)]),
+    ),
+    indirect=["converter"],
+)
 def test_latents_and_extra_bytes_of_a_block_lie_together(
-    converter: ModuleType, extra: int | tuple[int, ...], per_chunk: int
+    converter: Any, extra: int | tuple[int, ...], per_chunk: int, tp_sizes: tuple[int, ...]
 ) -> None:
     geometry = indexed(extra)
     layouts = layouts_of(geometry)
     tensors = random_pages([page.page_bytes for page in layouts])
     ids = block_ids(per_chunk)
     want = [segments_of(tensors, row, 1) for row in ids.tolist()]
-    for tp_size in (1, 4):
+    for tp_size in tp_sizes:
         for mapping in kvx1_mappings(geometry, tp_size, layouts, blocks_per_chunk=per_chunk):
             check(converter, mapping, tensors, [0], ids, want)
             assert mapping.num_writers == tp_size
 
 
-@pytest.mark.parametrize(("extra", "groups", "stages"), [(5, 2, (2, 2)), (5, 4, (1, 3)), ((0, 6, 6, 0), 2, (2, 2))])
+@pytest.mark.parametrize(
+    ("converter", "extra", "groups", "stages"),
+    with_kernels((5, 4, (1, 3)), every=[(5, 2, (2, 2)), (5, 4, (1, 3)), ((0, 6, 6, 0), 2, (2, 2))]),
+    indirect=["converter"],
+)
 def test_stages_of_latents_with_extra_bytes(
-    converter: ModuleType, extra: int | tuple[int, ...], groups: int, stages: tuple[int, ...]
+    converter: Any, extra: int | tuple[int, ...], groups: int, stages: tuple[int, ...]
 ) -> None:
     geometry = indexed(extra)
     layouts = layouts_of(geometry)
@@ -152,20 +158,30 @@ def test_stages_of_latents_with_extra_bytes(
 # ---- opaque pages
 
 
-@pytest.mark.parametrize("per_chunk", [1, 2, 4])
+EVERY_RANK = range(8)
+OPAQUE = [((4096,), 1), ((40, 24), 1), ((40, 24, 7), 1), ((40, 24, 24, 40), 2), ((13, 13, 13), 3)]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "parts"),
-    [((4096,), 1), ((40, 24), 1), ((40, 24, 7), 1), ((40, 24, 24, 40), 2), ((13, 13, 13), 3)],
-    ids=str,
+    ("converter", "sizes", "parts", "per_chunk", "ranks"),
+    with_kernels(
+        ((4096,), 1, 2, [6]),
+        ((40, 24, 24, 40), 2, 2, [5]),
+        ((13, 13, 13), 3, 4, [1]),
+        ((5000, 40), 1, 1, [7]),
+        every=((*case, per_chunk, EVERY_RANK) for case, per_chunk in product(OPAQUE, (1, 2, 4))),
+    ),
+    indirect=["converter"],
 )
 def test_opaque_pages_are_moved_whole(
-    converter: ModuleType, sizes: tuple[int, ...], parts: int, per_chunk: int
+    converter: Any, sizes: tuple[int, ...], parts: int, per_chunk: int, ranks: Sequence[int]
 ) -> None:
     places = ShardSpec(tp_size=2, pp_size=2, pcp_size=2)
     layouts = [PageLayout.whole(size, padding=4 * n, offset=5 * n) for n, size in enumerate(sizes)]
-    ranks = [[page.tensor for page in layouts]] * 8
+    tensors_of = [[page.tensor for page in layouts]] * 8
     ids = block_ids(per_chunk)
-    for rank, mapping in enumerate(opaque_mappings(ranks, places, blocks_per_chunk=per_chunk, parts=parts)):
+    mappings = opaque_mappings(tensors_of, places, blocks_per_chunk=per_chunk, parts=parts)
+    for rank, mapping in [(rank, mappings[rank]) for rank in ranks]:
         tensors = random_pages(sizes, seed=rank)
         want = [segments_of(tensors, row, parts) for row in ids.tolist()]
         check(converter, mapping, tensors, range(rank * parts, (rank + 1) * parts), ids, want)

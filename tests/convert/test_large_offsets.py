@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +21,8 @@ GiB = 1 << 30
 MAP_NORESERVE = 0x4000  # Linux's; Python 3.11's mmap does not name it
 
 
-@pytest.fixture(params=CONVERTERS)
-def converter(request: pytest.FixtureRequest) -> ModuleType:
-    return CONVERTERS[request.param]
+# On a GPU these would copy 16 GiB to and fro: tests/kernels has one that lets the memory be there.
+pytestmark = pytest.mark.parametrize("converter", [*CONVERTERS, "triton"], indirect=True)
 
 
 def reserve(size: int) -> NDArray[np.uint8]:
@@ -32,7 +31,7 @@ def reserve(size: int) -> NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=np.uint8)
 
 
-def test_blocks_beyond_4_gib_of_a_sparse_file(converter: ModuleType, tmp_path: Path) -> None:
+def test_blocks_beyond_4_gib_of_a_sparse_file(converter: Any, tmp_path: Path) -> None:
     """Blocks 1.5 GiB apart in a file with holes; offset and head strides are within the page as ever."""
     geometry = attention(20, "uint8", 3, layers=1, heads=2)
     model = Model.random(geometry, 4)
@@ -71,7 +70,7 @@ def test_blocks_beyond_4_gib_of_a_sparse_file(converter: ModuleType, tmp_path: P
     assert path.stat().st_blocks * 512 < 1 << 20
 
 
-def test_more_blocks_than_32_bits_count(converter: ModuleType) -> None:
+def test_more_blocks_than_32_bits_count(converter: Any) -> None:
     """Ids that lose their upper half would fall on a neighbour: 2^32 + 3 must not be block 3."""
     blocks = 2**32 + 16
     memory = reserve(2 * blocks)
@@ -89,7 +88,7 @@ def test_more_blocks_than_32_bits_count(converter: ModuleType) -> None:
     assert not memory[:64].any()
 
 
-def test_chunks_far_apart_in_the_canonical_buffer(converter: ModuleType) -> None:
+def test_chunks_far_apart_in_the_canonical_buffer(converter: Any) -> None:
     rows = np.arange(300, dtype=np.uint16).view(np.uint8).reshape(3, 200)
     mapping = row_mapping(200)
     buffer = as_strided(reserve(7 * GiB), (3, 4096), (3 * GiB, 1))

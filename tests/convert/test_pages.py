@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from kvxfer import _native
 from kvxfer.convert import native, reference
-from kvxfer.convert.pages import KVPages
+from kvxfer.convert.pages import KVPages, memory_of
 from kvxfer.errors import LayoutError
 from kvxfer.geometry import ShardSpec
 from kvxfer.layout import PageLayout, kvx1_mapping, row_mapping
@@ -62,10 +63,81 @@ def test_no_blocks_are_refused() -> None:
         KVPages(row_mapping(8), [np.zeros(8, np.uint8)], 0)
 
 
-def test_a_tensor_on_a_device_is_refused() -> None:
-    cuda = SimpleNamespace(data_ptr=lambda: 4096, untyped_storage=lambda: None, device=SimpleNamespace(type="cuda"))
-    with pytest.raises(LayoutError, match="must be in host memory"):
-        KVPages(row_mapping(8), [cuda], 1)
+class OnDevice:
+    """A torch tensor of bytes somewhere, as far as KVPages looks at one."""
+
+    shape = (5, 160)
+
+    def __init__(self, address: int, device: str = "cuda:0") -> None:
+        self.address = address
+        self.device = Place(device)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def element_size(self) -> int:
+        return 1
+
+    def stride(self) -> tuple[int, ...]:
+        return (160, 1)
+
+    def untyped_storage(self) -> None:
+        raise AssertionError("nobody asks for it")
+
+
+class Place(str):
+    """A torch.device."""
+
+    @property
+    def type(self) -> str:
+        return self.split(":")[0]
+
+
+DEVICE_MAPPING = row_mapping(128, row_stride=160)
+
+
+def test_pages_may_be_a_devices() -> None:
+    tensors = [OnDevice(1 << 40), OnDevice(2 << 40)]
+    pages = KVPages(kvx1_mapping(GEOMETRY, ShardSpec(), PageLayout.nhd(GEOMETRY, 4, padding=32)), tensors, 5)
+    assert pages.device == "cuda:0"
+    assert pages.addresses == (1 << 40, 2 << 40)
+    assert pages.writable
+    assert KVPages(DEVICE_MAPPING, [OnDevice(4096, "cuda:3")], 5).device == "cuda:3"
+    assert KVPages(DEVICE_MAPPING, [np.zeros(800, np.uint8)], 5).device == "cpu"
+    with pytest.raises(LayoutError, match="tensor 0 spans 800 bytes, but 6 blocks"):
+        KVPages(DEVICE_MAPPING, [OnDevice(4096)], 6)
+    with pytest.raises(LayoutError, match="pages of tensors 0 and 1 overlap"):
+        KVPages(pages.mapping, [tensors[0], tensors[0]], 5)
+
+
+def test_pages_are_of_one_memory() -> None:
+    mapping = kvx1_mapping(GEOMETRY, ShardSpec(), PageLayout.nhd(GEOMETRY, 4, padding=32))
+    here, there = np.zeros(800, np.uint8), OnDevice(1 << 40)
+    for tensors, message in (
+        ([here, there], "tensor 1 is on cuda:0 and tensor 0 on cpu: want one device"),
+        ([there, here], "tensor 1 is on cpu and tensor 0 on cuda:0"),
+        ([there, OnDevice(2 << 40, "cuda:1")], "tensor 1 is on cuda:1 and tensor 0 on cuda:0"),
+        ([OnDevice(0, "meta"), there], "tensor 0 is on meta: want host memory, or a CUDA device's"),
+        ([there, OnDevice(0, "mps:0")], "tensor 1 is on mps:0"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            KVPages(mapping, tensors, 5)
+
+
+def test_no_host_converter_takes_a_devices_pages() -> None:
+    """Their addresses are numbers like any other: what is let through here would read memory that is not there."""
+    pages = KVPages(DEVICE_MAPPING, [OnDevice(1 << 40)], 5)
+    out, ids = np.zeros((1, 4096), np.uint8), np.array([[1]])
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: pages.flat(0),
+        lambda: native.mapping_handle(pages, DEVICE_MAPPING),
+        lambda: memory_of(OnDevice(1 << 40), 0),
+        *(partial(converter.gather, pages, ids, DEVICE_MAPPING, out) for converter in (reference, native)),
+        *(partial(converter.scatter, out, ids, DEVICE_MAPPING, pages) for converter in (reference, native)),
+    )
+    for call in calls:
+        with pytest.raises(LayoutError, match="on cuda:0.* host memory"):
+            call()
 
 
 def test_views_bound_what_is_touched() -> None:

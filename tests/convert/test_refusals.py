@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,11 @@ import pytest
 from kvxfer.convert.pages import KVPages
 from kvxfer.errors import LayoutError
 from kvxfer.layout import row_mapping
-from tests.convert.common import CONVERTERS, NUM_BLOCKS, UNTOUCHED_SUM, assert_same, attention, buffers, rank_pages
+from tests.convert.common import EVERY_CONVERTER, NUM_BLOCKS, UNTOUCHED_SUM, assert_same, attention, buffers, rank_pages
 from tests.oracle import POISON, Model
 
 MODEL = Model.random(attention(8, "uint8", 2), NUM_BLOCKS)
 GOOD = np.array([[0, 1], [2, 3], [4, -1]])
-
-
-@pytest.fixture(params=CONVERTERS)
-def converter(request: pytest.FixtureRequest) -> ModuleType:
-    return CONVERTERS[request.param]
 
 
 @pytest.fixture
@@ -50,7 +44,7 @@ BAD_IDS = {
 
 
 @pytest.mark.parametrize(("ids", "message"), BAD_IDS.values(), ids=BAD_IDS)
-def test_block_ids(converter: ModuleType, pages: KVPages, ids: Any, message: str) -> None:
+def test_block_ids(converter: Any, pages: KVPages, ids: Any, message: str) -> None:
     buffer, sums = buffers(pages, 3)
     with pytest.raises(LayoutError, match=message):
         converter.gather(pages, ids, pages.mapping, buffer, sums)
@@ -62,7 +56,7 @@ def test_block_ids(converter: ModuleType, pages: KVPages, ids: Any, message: str
         assert np.all(tensor == POISON)
 
 
-def test_a_block_twice_in_a_scatter(converter: ModuleType, pages: KVPages) -> None:
+def test_a_block_twice_in_a_scatter(converter: Any, pages: KVPages) -> None:
     buffer, _ = buffers(pages, 3)
     converter.gather(pages, with_id(0), pages.mapping, buffer)  # reading a block twice is nobody's harm
     with pytest.raises(LayoutError, match="block 0 is named twice"):
@@ -86,7 +80,7 @@ BAD_BUFFERS = {
 
 
 @pytest.mark.parametrize(("buffer", "message"), BAD_BUFFERS.values(), ids=BAD_BUFFERS)
-def test_buffers(converter: ModuleType, pages: KVPages, buffer: Any, message: str) -> None:
+def test_buffers(converter: Any, pages: KVPages, buffer: Any, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         converter.gather(pages, GOOD, pages.mapping, buffer)
     with pytest.raises(LayoutError, match=message):
@@ -94,7 +88,7 @@ def test_buffers(converter: ModuleType, pages: KVPages, buffer: Any, message: st
     assert np.all(pages.tensors[0] == POISON)
 
 
-def test_a_read_only_buffer_can_be_scattered_from(converter: ModuleType, pages: KVPages) -> None:
+def test_a_read_only_buffer_can_be_scattered_from(converter: Any, pages: KVPages) -> None:
     buffer = MODEL.payloads(GOOD)
     buffer.flags.writeable = False
     with pytest.raises(LayoutError, match="out is read-only"):
@@ -114,7 +108,7 @@ def test_a_read_only_buffer_can_be_scattered_from(converter: ModuleType, pages: 
         (np.broadcast_to(np.uint64(0), (3, 4)), "contiguous"),
     ],
 )
-def test_sums(converter: ModuleType, pages: KVPages, sums: Any, message: str) -> None:
+def test_sums(converter: Any, pages: KVPages, sums: Any, message: str) -> None:
     buffer, _ = buffers(pages, 3)
     with pytest.raises(LayoutError, match=message):
         converter.gather(pages, GOOD, pages.mapping, buffer, sums)
@@ -124,14 +118,15 @@ def test_sums(converter: ModuleType, pages: KVPages, sums: Any, message: str) ->
     assert np.all(pages.tensors[0] == POISON)
 
 
-def test_a_mapping_of_other_pages(converter: ModuleType, pages: KVPages) -> None:
+def test_a_mapping_of_other_pages(converter: Any, pages: KVPages) -> None:
     buffer, _ = buffers(pages, 3)
     for other in (row_mapping(64), rank_pages(MODEL, "nhd", blocks_per_chunk=2, padding=8).mapping):
         with pytest.raises(LayoutError, match="another layout"):
             converter.gather(pages, GOOD, other, buffer)
 
 
-def test_a_mapping_of_the_same_pages_and_other_chunks(converter: ModuleType, pages: KVPages) -> None:
+@pytest.mark.parametrize("converter", EVERY_CONVERTER, indirect=True)
+def test_a_mapping_of_the_same_pages_and_other_chunks(converter: Any, pages: KVPages) -> None:
     other = rank_pages(MODEL, "nhd", blocks_per_chunk=1).mapping
     source = rank_pages(MODEL, "nhd", blocks_per_chunk=2)
     out = np.zeros((2, other.slot.payload_stride), np.uint8)
@@ -139,14 +134,16 @@ def test_a_mapping_of_the_same_pages_and_other_chunks(converter: ModuleType, pag
     assert_same(out, MODEL.payloads([[5], [3]]))
 
 
-def test_no_chunks_at_all(converter: ModuleType, pages: KVPages) -> None:
+@pytest.mark.parametrize("converter", EVERY_CONVERTER, indirect=True)
+def test_no_chunks_at_all(converter: Any, pages: KVPages) -> None:
     buffer, sums = buffers(pages, 0)
     converter.gather(pages, GOOD[:0], pages.mapping, buffer, sums)
     converter.scatter(buffer, GOOD[:0], pages.mapping, pages, sums)
     assert np.all(pages.tensors[0] == POISON)
 
 
-def test_views_of_buffers_and_ids(converter: ModuleType, pages: KVPages) -> None:
+@pytest.mark.parametrize("converter", EVERY_CONVERTER, indirect=True)
+def test_views_of_buffers_and_ids(converter: Any, pages: KVPages) -> None:
     """Rows may be apart, ids may be a view."""
     source = rank_pages(MODEL, "nhd", blocks_per_chunk=2)
     ids = np.stack([GOOD, np.full_like(GOOD, 99)], axis=1)[:, 0]

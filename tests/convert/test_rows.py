@@ -145,7 +145,7 @@ def test_all_ranks_together_write_the_row_and_read_their_pages_back(
 
 
 @pytest.mark.parametrize(("order", "place"), list(zip([*MAKE, *MAKE], PLACES, strict=True)))
-def test_a_device_writes_the_row_and_reads_it_back(order: str, place: Sequence[int]) -> None:
+def test_triton_writes_the_row_and_reads_it_back(order: str, place: Sequence[int]) -> None:
     """Each order and each place, not all of their pairs."""
     check_all_ranks(device_rows, order, *place, sizes=(2,), num_layers=1)
 
@@ -153,7 +153,7 @@ def test_a_device_writes_the_row_and_reads_it_back(order: str, place: Sequence[i
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("order", MAKE)
-def test_a_device_writes_every_row_and_reads_it_back(order: str, place: Sequence[int]) -> None:
+def test_triton_writes_every_row_and_reads_it_back(order: str, place: Sequence[int]) -> None:
     check_all_ranks(device_rows, order, *place, sizes=(3,))
 
 
@@ -243,7 +243,7 @@ def test_any_row_is_the_oracles(convert: ModuleType, data: st.DataObject) -> Non
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(st.data())
-def test_any_row_of_a_device_is_the_oracles(data: st.DataObject) -> None:
+def test_any_row_by_triton_is_the_oracles(data: st.DataObject) -> None:
     check_any_row(device_rows, data)
 
 

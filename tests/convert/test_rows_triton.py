@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.convert import launch_rows, row_kernels, row_tables
+from kvxfer.convert.launch import INTERPRETED
 from kvxfer.convert.launch_rows import DeviceRowPlan, Uploads
 from kvxfer.convert.native_rows import RowMemory
 from kvxfer.convert.row_tables import TILE
@@ -26,6 +28,9 @@ from tests.convert.common import assert_same
 from tests.convert.row_plans import Bytes, by_hand, cell, group, int64, noise, run
 from tests.oracle import POISON
 
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="kernels are compiled in this run; -m 'not gpu' interprets them"
+)
 GiB = 1 << 30
 MAP_NORESERVE = 0x4000  # Linux's; Python 3.11's mmap does not name it
 
@@ -134,7 +139,7 @@ def test_groups_that_share_tensors_are_one_job_and_one_launch(monkeypatch: pytes
     groups = [group(small, per_chunk=2), group(beside, per_chunk=2), none, group(large, beside, per_chunk=2)]
     job = (int64(3, 0, 7, 8, 5, 1), int64(0, 5, 1, 2, 3, 9), int64(2, 0, 1, 3))
     launches: list[Any] = []
-    monkeypatch.setattr(launch_rows, "move_rows", _Counted(launch_rows.move_rows, launches))
+    monkeypatch.setattr(launch_rows, "move_rows", _Counted(row_kernels.move_rows, launches))
     both_ways(groups, [[shared], [own], [], [shared, own]], np.full((5, 240), POISON, dtype=np.uint8), job)
     assert len(launches) == 2
 
@@ -157,7 +162,7 @@ def test_any_plan_copies_what_is_copied_by_hand(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_of_many_plans_copies_what_is_copied_by_hand(data: st.DataObject) -> None:
     check_any_plan(data)
@@ -206,22 +211,23 @@ def check_any_plan(data: st.DataObject) -> None:
     both_ways(groups, tensors, rows, (int64(*ids), int64(*pages), int64(*counts)), draw(st.sampled_from([None, 1, 2])))
 
 
-@pytest.mark.parametrize("programs", [None, 1, 3, 1000])
-def test_pages_of_many_tiles_under_any_number_of_programs(programs: int | None) -> None:
-    """40 tiles a page, in spans; fragments of less than a tile and of several, that end within one and at its end."""
+@pytest.mark.parametrize(("programs", "grid"), [(None, 6), (1, 1), (4, 4), (1000, 6)])
+def test_pages_of_many_tiles_under_any_number_of_programs(
+    monkeypatch: pytest.MonkeyPatch, programs: int | None, grid: int
+) -> None:
+    """Eleven tiles a page, five of them a unit; fragments of less than a tile and of several, that end within one."""
     short, long = 16 * 96, 16 * (2 * TILE + 40)
-    near_end = 6 * TILE * 16
-    runs = [
-        run(0, short, short, 2 * TILE // 96 * 2, short, 2 * short),
-        run(2 * TILE // 96 * 2 * short, 4 * near_end, long, 3, long, long + 64),
-    ]
-    page = runs[1].local_offset + 3 * long
-    place = 4 * near_end + 3 * (long + 64)
-    cells = [cell(runs, page=page, place=place, stride=page + 32)]
+    runs = [run(0, 0, short, 20, short, 2 * short), run(20 * short, 40 * short, long, 3, long + 32, long + 64)]
+    page, place = 20 * short + 3 * (long + 32), 40 * short + 3 * (long + 64)
     tensor = aligned(4 * (page + 32), seed=3)
+    grids: list[Any] = []
+    monkeypatch.setattr(launch_rows, "_PROGRAMS_A_PROCESSOR", 4)
+    monkeypatch.setattr(launch_rows, "move_rows", _Counted(row_kernels.move_rows, grids))
     job = int64(3, 0), int64(1, 0), int64(2)
-    plan = both_ways([group(*cells)], [[tensor]], aligned_rows(2, place), job, programs)
+    mapping = group(cell(runs, page=page, place=place, stride=page + 32))
+    plan = both_ways([mapping], [[tensor]], aligned_rows(2, place), job, programs)
     assert widths(plan) == (16, {True})
+    assert grids == [(grid,), (grid,)]
 
 
 @pytest.mark.parametrize(
@@ -401,7 +407,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 def test_host_tensors_are_refused_where_nothing_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_rows.triton, "JITFunction", type(launch_rows.move_rows))
+    monkeypatch.setattr(triton, "JITFunction", type(row_kernels.move_rows))
     with pytest.raises(DeviceError, match="the tensors are on cpu: want CUDA"):
         plan_of(group(PAGE))
 
@@ -534,7 +540,7 @@ def test_a_job_is_not_prepared_on_a_stream_that_is_captured(monkeypatch: pytest.
     monkeypatch.setattr(plan, "device", torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", _Current)
-    monkeypatch.setattr(launch_rows, "move_rows", _Counted(launch_rows.move_rows, launched))
+    monkeypatch.setattr(launch_rows, "move_rows", _Counted(row_kernels.move_rows, launched))
     with pytest.raises(DeviceError, match="prepare the job before"):
         plan.gather(int64(0), int64(0), int64(1))
     assert plan.launch(prepared) == 8
