@@ -27,7 +27,7 @@ class Batch:
     records: bytes  # packed kvx_chunk structs, one a chunk: where each slot is, and who it must be
     block_ids: NDArray[np.int64]  # [chunks, blocks_per_chunk] of the pages; -1: the chunk has none, or it isn't wanted
     digest: bytes  # of the namespace, 32 bytes
-    deadline_ns: int = 0  # loads: time.monotonic_ns() after which nothing is of use; 0: none
+    deadline_ns: int = 0  # loads: time.monotonic_ns() at which it lands with what has arrived; 0: none
 
     @property
     def chunks(self) -> int:

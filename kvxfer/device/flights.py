@@ -1,8 +1,7 @@
-"""What the device runner's thread does: batches on their way between pages and bays, and what became of their jobs.
+"""What the device runner's thread does: batches on their way between pages and drive, and what became of their jobs.
 
-All gathers and scatters are on one stream, in the order in which their batches came to it. So no load writes a block
-whose earlier write is under way, and no store reads one; and each waits for what its caller had queued on the device
-when the job was accepted. A bay, its block ids included, is used again when all that used it was seen done.
+A bay, its block ids included, is used again when the thread has seen all done that used it; so nothing on the device
+needs to wait for that.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvxfer import _native
 from kvxfer.config import EngineConfig
@@ -22,6 +20,7 @@ from kvxfer.convert.pages import KVPages
 from kvxfer.device.base import Device
 from kvxfer.device.bays import Bay, Ring
 from kvxfer.device.carrier import Batch, Carrier, Landing, all_failed
+from kvxfer.device.conversions import Conversions
 from kvxfer.device.form import Form, form_of
 from kvxfer.device.job import DeviceJob, Flight
 from kvxfer.errors import DeviceError, NativeError
@@ -31,7 +30,8 @@ from kvxfer.report import engine_reporter
 __all__ = ["Flights"]
 
 _RECORD = C.sizeof(_native.Chunk)
-REHEARSAL_S = 120.0  # a device may have to compile first
+LEAST_BATCH = 1 << 20  # bytes: smaller ones cost more than they overlap
+LANDING_NS = 10_000_000  # before a load's deadline: what the carrier has by then is still scattered
 
 
 class Flights:
@@ -58,10 +58,10 @@ class Flights:
         self._spoiled: list[Flight] = []  # of leaked bays, with the pages that work under way may name
         self._fenced = False
         form = self.form(pages)
-        self._convert = device.stream()
+        self._conversions = Conversions(device)
         self.ring = Ring(lambda *which: _bay(carrier, form, *which), config.bays, config.bay_bytes, form.chunk_bytes)
         try:
-            self._rehearse(form, pages)
+            self._conversions.rehearse(form, pages, self.ring.bays[0])
         except BaseException:
             _SPOILED.append(self.ring)
             raise
@@ -266,8 +266,7 @@ class Flights:
                     self._drop(direction, Status.STALLED)
                 return None
             job = self._queue[direction][0]
-            per_chunk = 8 * job.form.slot.blocks_per_chunk
-            first, count = job.take(min(bay.nbytes // job.form.chunk_bytes, bay.ids.nbytes // per_chunk))
+            first, count = job.take(self._most(job, bay))
             batch = Batch(
                 direction,
                 bay,
@@ -275,7 +274,7 @@ class Flights:
                 job.records[first * _RECORD : (first + count) * _RECORD],
                 job.block_ids[first : first + count],
                 job.digest,
-                job.deadline_ns,
+                job.lands_ns(LANDING_NS),
             )
             flight = self._flights[batch] = Flight(job, batch, first)
             flight.carried = True
@@ -284,12 +283,20 @@ class Flights:
                 self._enter(flight)
             return flight
 
+    def _most(self, job: DeviceJob, bay: Bay) -> int:
+        """Chunks of a batch: what the bay holds; less where a job can so be in all bays at once."""
+        holds = min(bay.nbytes // job.form.chunk_bytes, bay.ids.nbytes // (8 * job.form.slot.blocks_per_chunk))
+        share = -(-job.chunks // (2 * len(self.ring.bays)))
+        return min(holds, max(share, LEAST_BATCH // job.form.chunk_bytes, 1))
+
     def _begin(self, flight: Flight) -> None:
         try:
             if flight.is_load:
                 self._carrier.begin_load(flight.batch)
             else:
-                self._gather(flight)
+                self._conversions.gather(flight)
+                assert flight.event is not None
+                self._carrier.begin_store(flight.batch, flight.event)
         except Exception as exc:
             if isinstance(exc, DeviceError) or not flight.is_load:
                 self._fail(flight, exc)
@@ -297,41 +304,6 @@ class Flights:
             # A carrier that was shut down, no memory: nothing of it is on the device.
             engine_reporter.failed("carrier", "a load could not be started", exc)
             self._land(all_failed(flight.batch, Status.CANCELLED))
-
-    def _gather(self, flight: Flight) -> None:
-        """Queues: what the caller queued -> block ids -> gather -> event, and gives the batch to the carrier."""
-        device, stream, job, batch, bay = self._device, self._convert, flight.job, flight.batch, flight.batch.bay
-        if job.after is not None:
-            device.wait(stream, job.after)
-        self._put_ids(bay, batch.block_ids)
-        form = job.form
-        for part in form.gathers:
-            pages, mapping = job.parts[part], form.mappings[part]
-            device.gather(stream, pages, mapping, bay.device_ids, batch.chunks, bay.device, form.chunk_bytes, bay.sums)
-        flight.event = device.record(stream)
-        flight.since = time.monotonic()
-        self._carrier.begin_store(batch, flight.event)
-
-    def _scatter(self, flight: Flight) -> None:
-        """Queues: bytes into the bay, what the caller queued, block ids -> scatter -> event."""
-        device, stream, job, batch, bay = self._device, self._convert, flight.job, flight.batch, flight.batch.bay
-        if (brought := self._carrier.bring(batch)) is not None:
-            device.wait(stream, brought)
-        if job.after is not None:
-            device.wait(stream, job.after)
-        assert flight.good is not None
-        self._put_ids(bay, np.where((flight.good == Status.OK)[:, None], batch.block_ids, -1))
-        form = job.form
-        for pages, mapping in zip(job.parts, form.mappings, strict=True):
-            device.scatter(stream, pages, mapping, bay.device_ids, batch.chunks, bay.device, form.chunk_bytes)
-        flight.event = device.record(stream)
-        flight.since = time.monotonic()
-
-    def _put_ids(self, bay: Bay, block_ids: NDArray[np.int64]) -> None:
-        """Sends block ids to the device, on the stream of the converter, which reads them there."""
-        flat = np.ascontiguousarray(block_ids).reshape(-1).view(np.uint8)
-        bay.ids.host()[: flat.size] = flat
-        self._device.copy(self._convert, bay.device_ids, 0, bay.ids, 0, flat.size)
 
     def _ask(self) -> bool:
         """Asks the events of gathers and scatters. Whether any was done."""
@@ -384,7 +356,7 @@ class Flights:
             self.lose(str(landing.fault))
         if enters:
             try:
-                self._scatter(flight)
+                self._conversions.scatter(flight, self._carrier.bring(flight.batch))
             except Exception as exc:
                 self._fail(flight, exc)
         self._retire(flight)
@@ -410,7 +382,7 @@ class Flights:
         if not unknown:
             return
         try:
-            event = self._device.record(self._convert)
+            event = self._conversions.record()
         except DeviceError:
             for flight in unknown:
                 self._leave(flight)
@@ -445,8 +417,9 @@ class Flights:
                 if not flight.is_load:
                     job.ungathered -= flight.batch.chunks
                     self.news.notify_all()
-                elif flight.good is not None and not flight.soiled:
-                    job.settle(flight.first, flight.good, ())
+                elif flight.good is not None:
+                    came = np.uint8(Status.DEVICE if flight.soiled else Status.OK)  # blocks may be half written
+                    job.settle(flight.first, np.where(flight.good == Status.OK, came, flight.good), ())
         self._retire(flight)
 
     def _uncarry(self, flight: Flight) -> None:
@@ -473,19 +446,6 @@ class Flights:
                 self.ring.give_back(flight.batch.bay)
             self._finish(flight.job)
             self.news.notify_all()
-
-    def _rehearse(self, form: Form, pages: Sequence[KVPages]) -> None:
-        """Converts a chunk without blocks, both ways: what is compiled at first use is compiled here."""
-        device, stream, bay = self._device, self._convert, self.ring.bays[0]
-        self._put_ids(bay, np.full((1, form.slot.blocks_per_chunk), -1, np.int64))
-        for mine, mapping in zip(pages, form.mappings, strict=True):
-            device.gather(stream, mine, mapping, bay.device_ids, 1, bay.device, form.chunk_bytes, bay.sums)
-            device.scatter(stream, mine, mapping, bay.device_ids, 1, bay.device, form.chunk_bytes)
-        event, end = device.record(stream), time.monotonic() + REHEARSAL_S
-        while not event.done():
-            if time.monotonic() > end:
-                raise DeviceError(f"{device.label} did not convert an empty chunk within {REHEARSAL_S} s")
-            time.sleep(0.0005)
 
 
 _SPOILED: list[Ring] = []  # of runners that did not start: a device may use them for ever

@@ -65,6 +65,13 @@ class DeviceJob:
         self.next += count
         return first, count
 
+    def lands_ns(self, most: int) -> int:
+        """When a carrier should be done with a batch, so that `most` ns (or what there is) are left; 0: no deadline."""
+        if not self.deadline_ns:
+            return 0
+        left = max(0, self.deadline_ns - time.monotonic_ns())
+        return self.deadline_ns - min(most, left // 4)
+
     def expire(self, now_ns: int) -> None:
         """Closes the gate where the deadline has passed."""
         if self.deadline_ns and now_ns >= self.deadline_ns:

@@ -65,6 +65,7 @@ class DeviceRunner(Runner):
         self._closing = self._shut = False
         self._left = 0
         self._turn_since = 0.0  # when the thread began what it is doing; 0: it sleeps
+        self._suspected = 0.0, 0.0  # such a beginning, long ago, and when that was noticed
         self._thread = threading.Thread(target=self._serve, name="kvxfer-device", daemon=True)
         self._thread.start()
         _running.add(self)
@@ -238,7 +239,12 @@ class DeviceRunner(Runner):
     def _watch(self) -> None:
         """With the lock: what must come to pass even if the thread is in a call that does not return."""
         self._flights.expire()
-        if self._turn_since and time.monotonic() - self._turn_since > self._timeout:
+        now, turn = time.monotonic(), self._turn_since
+        if not turn or now - turn <= self._timeout:
+            self._suspected = 0.0, 0.0
+        elif self._suspected[0] != turn:  # or this process was stopped for so long: then the thread goes on now
+            self._suspected = turn, now
+        elif now - self._suspected[1] >= min(WATCH_S, self._timeout):
             self._flights.give_up(f"a call has not returned within io_timeout_s={self._timeout}")
         if self._shut and not self._thread.is_alive():
             self._flights.take_late()

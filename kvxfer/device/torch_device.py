@@ -7,7 +7,7 @@ else.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,7 +117,7 @@ class TorchDevice(Device):
     def device_buffer(self, nbytes: int, alignment: int = 4096) -> Buffer:
         """Waits for what is queued on the current stream: memory that it has freed may still be in use there."""
         with _errors():
-            memory = torch.empty(nbytes + alignment, dtype=torch.uint8, device=self._device)
+            memory = _aligned(lambda n: torch.empty(n, dtype=torch.uint8, device=self._device), nbytes, alignment)
             torch.cuda.current_stream(self._device).synchronize()
         return _Buffer(memory, nbytes, alignment, True)
 
@@ -125,10 +125,10 @@ class TorchDevice(Device):
         """By `pin`, else ordinary."""
         why = ""
         try:
-            memory = pin(nbytes + alignment)
+            memory = _aligned(pin, nbytes, alignment)
         except RuntimeError as exc:
-            why = str(exc).partition("\n")[0] or type(exc).__name__
-            memory = torch.empty(nbytes + alignment, dtype=torch.uint8)
+            why = _first_line(exc)
+            memory = _aligned(lambda n: torch.empty(n, dtype=torch.uint8), nbytes, alignment)
         return _Buffer(memory, nbytes, alignment, False, why)
 
     def copy(
@@ -204,6 +204,15 @@ class TorchDevice(Device):
         ids = _tensor(block_ids)[:nbytes].view(torch.int64).view(chunks, mapping.blocks_per_chunk)
         into = None if sums is None else _sums(mapping, sums, chunks)
         return ids, _chunks(mapping, buffer, chunks, stride), into
+
+
+def _aligned(make: Callable[[int], Any], nbytes: int, alignment: int) -> Any:
+    """Memory with room for nbytes that are aligned; no more than these where it is aligned already, as it mostly is.
+
+    torch's allocators round sizes up, some to a power of two.
+    """
+    memory = make(nbytes)
+    return memory if int(memory.data_ptr()) % alignment == 0 else make(nbytes + alignment)
 
 
 def _chunks(mapping: CanonicalMapping, buffer: Buffer, chunks: int, stride: int) -> Any:

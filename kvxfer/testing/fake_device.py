@@ -27,7 +27,6 @@ from kvxfer.mapping import CanonicalMapping
 from kvxfer.testing.call_faults import CallFaults, CallRule
 
 FRESH, FREED = 0xDB, 0xDF  # what memory is full of before it was written, and after it was freed
-MOST_STEPS = 4  # at one question
 
 
 class _Stream(Stream):
@@ -76,6 +75,7 @@ class FakeDevice(Device):
     Args:
         seed: of the order in which streams go on.
         memory_bytes, host_bytes: as much can be had.
+        most_steps: pieces of work done at one question, at most.
 
     Attributes:
         calls: every call so far, as (name, what it was about ...): ("wait", stream, event), ("record", stream, event),
@@ -87,13 +87,16 @@ class FakeDevice(Device):
         frozen: no work is done: a device that does not answer.
     """
 
-    def __init__(self, *, seed: int = 0, memory_bytes: int = 1 << 30, host_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, *, seed: int = 0, memory_bytes: int = 1 << 30, host_bytes: int = 1 << 30, most_steps: int = 4
+    ) -> None:
         self.name, self.label = "Fake", "fake:0"
         self.calls: list[tuple[Any, ...]] = []
         self.faults = CallFaults()
         self.defects: list[str] = []
         self.lost = self.frozen = False
         self.allocated = {True: 0, False: 0}  # bytes, by whether they are the device's
+        self._most_steps = most_steps
         self._limits = {True: memory_bytes, False: host_bytes}
         self._random = random.Random(seed)
         self._lock = threading.RLock()
@@ -320,7 +323,7 @@ class FakeDevice(Device):
 
     def _ask(self, event: _Event) -> bool:
         with self._call("done"):
-            for _ in range(self._random.randrange(MOST_STEPS + 1)):
+            for _ in range(self._random.randrange(self._most_steps + 1)):
                 self._step()
             if self.lost:
                 raise DeviceError("the device was lost")

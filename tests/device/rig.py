@@ -37,6 +37,8 @@ def chunks_of(blocks_per_chunk: int, blocks: int = MODEL.num_blocks) -> list[lis
 class Card(Rig):
     """A DeviceRunner whose bays hold a few chunks, so that jobs are of several batches."""
 
+    runner: Any  # a DeviceRunner
+
     def __init__(
         self,
         path: Path,
@@ -54,7 +56,7 @@ class Card(Rig):
         self.config = EngineConfig(**(options | config))
         carrier = HostCarrier(self.device, self.config, self.slot, memory=False)
         try:
-            self.runner: DeviceRunner = DeviceRunner(self.device, carrier, pages, self.config)  # type: ignore[assignment]
+            self.runner = DeviceRunner(self.device, carrier, pages, self.config)
         except BaseException:
             carrier.shutdown(0)
             raise

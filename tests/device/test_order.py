@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def befores(calls: list[Call]) -> list[set[int]]:
     """For each call the calls whose work must be done when its own begins."""
     on_stream: dict[str, set[int]] = {}
     of_event: dict[int, set[int]] = {}
-    found = []
+    found: list[set[int]] = []
     for index, (name, *about) in enumerate(calls):
         if name == "mark":
             of_event[about[0]] = {index}
@@ -197,7 +198,7 @@ def test_any_two_seeds_differ_and_one_repeats() -> None:
         for name in "abc":
             stream = device.stream()
             for piece in range(4):
-                device._queue(stream, lambda what=f"{name}{piece}": done.append(what))
+                device._queue(stream, functools.partial(done.append, f"{name}{piece}"))
         device.run()
         return done
 

@@ -10,6 +10,7 @@ import pytest
 from kvxfer.jobs import LOAD, STORE, Status
 from tests.device.rig import MODEL, Card, card, chunks_of, device_threads, expect_but
 from tests.jobs.rig import expect, poisoned, ranks
+from tests.oracle import POISON
 
 SHARDINGS = [("nhd", 1, "hnd", 4), ("hnd", 4, "nhd", 2), ("nhd", 2, "nhd", 8), ("hnd", 8, "hnd", 1)]
 
@@ -125,6 +126,18 @@ def test_replicas_are_gathered_once_and_all_filled(tmp_path: Path) -> None:
         assert not reader.load(target, chunks_of(1, 2)).errors
         assert [call[0] for call in reader.calls].count("scatter") == 8
     expect(MODEL, "hnd", target, range(2))
+
+
+def test_a_segment_of_several_ranks_is_the_first_ones(tmp_path: Path) -> None:
+    """Of two ranks that overlap, as the native runner does it. (Ranks that are right hold the same bytes.)"""
+    half, whole = ranks(MODEL, "nhd", 2, filled=True)[0], ranks(MODEL, "hnd", 1, filled=False)[0]
+    with card(tmp_path, [half, whole]) as writer:
+        assert not writer.store([half, whole], [[7]]).errors
+        payload, stride = writer.bytes_of(0), writer.slot.segment_stride
+        want = MODEL.payloads([[7]])[0]
+        assert np.array_equal(payload[: 2 * stride], want[: 2 * stride])
+        size = writer.slot.segment_bytes
+        assert (payload[2 * stride : 2 * stride + size] == POISON).all()
 
 
 def test_one_launch_and_one_copy_a_batch(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.coordinator import Coordinator
+from kvxfer.device.base import Device
 from kvxfer.jobs import Status
 from kvxfer.ranks import Ended, Rank
 from kvxfer.store import Store
@@ -32,9 +33,17 @@ def _always(pages: KVPages) -> Callable[[int], KVPages]:
 class Group:
     """The ranks of one server."""
 
+    @staticmethod
+    def make_device() -> Device | None:
+        """Tests of devices put one here."""
+        return None
+
     def __init__(self, root: Path, pages: Sequence[KVPages], config: EngineConfig) -> None:
         self.pages = list(pages)
-        self.ranks = [Rank(root, _always(mine), config=config, number=number) for number, mine in enumerate(self.pages)]
+        self.ranks = [
+            Rank(root, _always(mine), config=config, number=number, device=self.make_device())
+            for number, mine in enumerate(self.pages)
+        ]
         self.ended: list[list[Ended]] = [[] for _ in self.ranks]
 
     def submit(self, ticket: Ticket, block_ids: Any) -> None:
@@ -70,7 +79,7 @@ class Server:
         **config: Any,
     ) -> None:
         self.layout, self.model = layout, model
-        self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0} | config))
+        self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0, "bay_bytes": 1 << 20} | config))
         self.store = Store.open(StoreConfig(root=root, capacity_bytes=capacity_bytes), writers=2)
         pages = ranks(model, layout, tp_size, blocks_per_chunk, filled=filled)
         self.published: list[bytes] = []

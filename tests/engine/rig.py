@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer.config import EngineConfig, StoreConfig
+from kvxfer.device.base import Device
 from kvxfer.engine import TransferEngine
 from kvxfer.geometry import KVGeometry
 from kvxfer.keys import Namespace, make_offload_key
@@ -44,6 +45,11 @@ def namespace_of(geometry: KVGeometry = GEOMETRY, blocks_per_chunk: int = 1, **c
 class Node:
     """One server: a store at `root` and engines over a TP2 NHD source and a TP4 HND target. Chunk i is block i."""
 
+    @staticmethod
+    def make_device() -> Device | None:
+        """Tests of devices put one here."""
+        return None
+
     def __init__(
         self,
         root: Path,
@@ -59,14 +65,18 @@ class Node:
     ) -> None:
         self.model = model
         self.namespace = namespace or namespace_of(blocks_per_chunk=blocks_per_chunk)
-        self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0} | config))
+        self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0, "bay_bytes": 1 << 20} | config))
         self.store = Store.open(
             StoreConfig(root=root, capacity_bytes=capacity_bytes, slab_bytes=slab_bytes, direct=direct), writers=2
         )
         self.source = ranks(model, "nhd", 2, blocks_per_chunk, filled=True)
         self.target = ranks(model, "hnd", 4, blocks_per_chunk, filled=False)
-        self.writer = TransferEngine(self.store, self.namespace, self.source, config=self.config, clock=clock)
-        self.reader = TransferEngine(self.store, self.namespace, self.target, config=self.config, clock=clock)
+        self.writer, self.reader = (
+            TransferEngine(
+                self.store, self.namespace, pages, config=self.config, clock=clock, device=self.make_device()
+            )
+            for pages in (self.source, self.target)
+        )
         self.digest = self.reader.digest
         self._job = 0
 
