@@ -15,6 +15,7 @@
 | where cached tokens came from | not asked | `OffloadingManager.get_load_source` |
 | sparse attention with pages in host memory | none | `AttentionConfig.hisparse_config` |
 | the axes of a layer's pages on GPUs | `AttentionBackend.get_kv_cache_shape` | the same for all: `KVCacheSpec` |
+| whose part of a direct row is which, on GPUs | by the index of its device | by its rank: kvxfer, always |
 | registering rows with CUDA | in one piece | in pieces; 0.33: `pin_mmap_region(..., worker_slot_only=)` |
 
 Each difference is found by looking at what is there, not at a version number.
