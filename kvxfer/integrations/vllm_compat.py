@@ -14,6 +14,9 @@
 | a load that is waited for | not told | 0.33: `submit_load(..., expedited=)` |
 | where cached tokens came from | not asked | `OffloadingManager.get_load_source` |
 | sparse attention with pages in host memory | none | `AttentionConfig.hisparse_config` |
+| the axes of a layer's pages on GPUs | `AttentionBackend.get_kv_cache_shape` | the same for all: `KVCacheSpec` |
+| whose part of a direct row is which, on GPUs | by the index of its device | by its rank: kvxfer, always |
+| registering rows with CUDA | in one piece | in pieces; 0.33: `pin_mmap_region(..., worker_slot_only=)` |
 
 Each difference is found by looking at what is there, not at a version number.
 """
@@ -63,6 +66,7 @@ except ImportError as exc:
     raise ImportError(f"kvxfer's adapters need vLLM 0.28 to 0.33: {exc}", name=exc.name, path=exc.path) from exc
 
 __all__ = [
+    "attention_backends",
     "FullAttentionSpec",
     "JobResult",
     "LoadStoreSpec",
@@ -93,16 +97,21 @@ __all__ = [
     "empty_histogram",
     "event",
     "has_hisparse",
+    "has_triton",
     "is_cpu_platform",
+    "is_cuda_platform",
     "job_result",
     "job_rows",
+    "logical_page",
     "max_model_len",
     "num_rows",
     "open_region",
     "page_layout",
+    "pin_region",
     "pipeline_partition",
     "rank0_stores_alone",
     "served_vllm_config",
+    "stock_worker",
     "tell_cached",
     "told_by_rank0",
     "vllm_release",
@@ -237,6 +246,42 @@ def is_cpu_platform() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def is_cuda_platform() -> bool:
+    """Whether vLLM runs its kernels on NVIDIA's GPUs. (On AMD's no kernel reaches registered host memory in place.)"""
+    return bool(current_platform.is_cuda())
+
+
+def has_triton() -> bool:
+    """Whether kernels can be compiled here."""
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
+
+
+def pin_region(region: Any, *, canonical: bool) -> bool:
+    """Registers rows with CUDA, by vLLM's own function, as its own worker does; the region's `cleanup` takes it back.
+
+    Returns:
+        Whether the device reaches them: what failed is in vLLM's log, and nothing is registered then.
+    """
+    from vllm.utils.torch_utils import PIN_MEMORY
+    from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
+
+    if not PIN_MEMORY:
+        return False
+    slots = "worker_slot_only" in inspect.signature(pin_mmap_region).parameters
+    pin_mmap_region(region, **({"worker_slot_only": not canonical} if slots else {}))
+    return bool(region.is_pinned)
+
+
+def stock_worker(spec: Any, kv_caches: Any, region: Any) -> Any:
+    """vLLM's own worker over these pages and a region of which no view was taken yet: the worker's own from then on."""
+    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+
+    # By position: keywords differ.
+    return CPUOffloadingWorker(kv_caches, spec.blocks_per_chunk, num_rows(spec), region, spec.config.canonical_layout)
+
+
 def told_by_rank0(value: Any) -> Any:
     """`value` as rank 0 of this server's workers gave it. All of them must call this, and wait for it."""
     from vllm.distributed import parallel_state
@@ -296,3 +341,25 @@ def cpu_kernel(dtype: Any, tokens_per_block: int, head_dim: int) -> str:
         return str(_get_attn_isa(dtype, tokens_per_block, head_dim))
     except (ImportError, TypeError) as exc:
         raise ConfigError(f"this vLLM does not say which kernel orders the pages' elements: {exc}") from exc
+
+
+def attention_backends(vllm_config: Any, layers: Sequence[str]) -> dict[str, Any]:
+    """The class of each layer's attention backend, in a worker that has its model; none of layers that it has not."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    found = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layers))
+    return {name: layer.get_attn_backend() for name, layer in found.items()}
+
+
+def logical_page(backend: Any, dtype: Any, blocks: int, heads: int, tokens: int, dim: int) -> tuple[int, ...]:
+    """The shape of such a layer's tensor, in elements, whatever its strides: as the backend says, or, where backends
+    are not asked any more, vLLM for all of them. `dtype`: torch's.
+    """
+    if hasattr(backend, "get_kv_cache_shape"):
+        return tuple(map(int, backend.get_kv_cache_shape(blocks, tokens, heads, dim)))
+    from vllm.v1.kv_cache_interface import compute_layer_kv_cache_shape_bytes
+
+    spec = FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=dim, dtype=dtype)
+    *axes, nbytes = map(int, compute_layer_kv_cache_shape_bytes(spec, blocks))
+    return *axes, nbytes // int(dtype.itemsize)

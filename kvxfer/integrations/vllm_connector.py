@@ -132,9 +132,17 @@ class KvxferConnector(OffloadingConnector):
 
         Raises:
             LayoutError: they are not laid out as was certified; says where.
+            ConfigError: the attention backend is none that is certified, or there is no triton for kvxfer's kernels.
         """
         spec = self.connector_worker.spec
-        spec.pages = pages_of(spec.setup, kv_caches)
+        backends = None
+        if compat.is_cuda_platform():
+            if not compat.has_triton():
+                raise ConfigError(
+                    f"{CONNECTOR} compiles its kernels with triton, which is not installed or has no driver"
+                )
+            backends = compat.attention_backends(self._vllm_config, spec.setup.layers)
+        spec.pages = pages_of(spec.setup, kv_caches, backends)
         super().register_kv_caches(kv_caches)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

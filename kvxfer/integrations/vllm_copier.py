@@ -57,13 +57,17 @@ class RowJob:
         """Its pages of rows."""
         return frozenset(self.pages.tolist())
 
+    def meets(self, other: RowJob) -> bool:
+        """Whether the order of the two matters: one writes what the other touches."""
+        if not self.blocks_touched.isdisjoint(other.blocks_touched):
+            return True  # two stores only read a block, but nothing is gained by telling them apart
+        return (self.is_store or other.is_store) and not self.pages_touched.isdisjoint(other.pages_touched)
+
     def may_pass(self, earlier: RowJob) -> bool:
         """Whether this load may be done before a job that was submitted before it: none sees another's bytes then."""
-        if not earlier.is_store:
-            return self.urgent and not earlier.urgent and self.blocks_touched.isdisjoint(earlier.blocks_touched)
-        return self.blocks_touched.isdisjoint(earlier.blocks_touched) and self.pages_touched.isdisjoint(
-            earlier.pages_touched
-        )
+        if not earlier.is_store and (earlier.urgent or not self.urgent):
+            return False
+        return not self.meets(earlier)
 
 
 class RowCopier:

@@ -8,7 +8,7 @@ vLLM's mappings (canonical rows). kvxfer derives none of it here; it checks that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,30 @@ from kvxfer.errors import LayoutError
 from kvxfer.mapping import CopyRun, LocalTensor, unroll, verify_cover
 from kvxfer.rows import PageMapping, RowCell, RowMapping
 
-__all__ = ["job_pages", "make_plan"]
+__all__ = ["Parts", "job_pages", "make_plan", "plan_parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a plan is made of: see RowPlan."""
+
+    groups: list[RowMapping]
+    tensors: list[list[Any]]
+    memory: RowMemory
+    rows: Any  # the same memory, as vLLM's tensor [rows, bytes of the mappings' rows]
 
 
 def make_plan(kv_caches: Any, region: Any, per_chunk: int, *, canonical: bool, lone_writer: bool = False) -> RowPlan:
-    """The plan of one worker.
+    """The plan of one worker whose pages are in host memory. See `plan_parts`."""
+    parts = plan_parts(kv_caches, region, per_chunk, canonical=canonical, lone_writer=lone_writer)
+    return RowPlan(parts.groups, parts.tensors, parts.memory)
+
+
+def plan_parts(kv_caches: Any, region: Any, per_chunk: int, *, canonical: bool, lone_writer: bool = False) -> Parts:
+    """Where the rows have which byte of a worker's pages.
 
     Args:
-        kv_caches: vLLM's CanonicalKVCaches, in host memory.
+        kv_caches: vLLM's CanonicalKVCaches.
         region: vLLM's SharedOffloadRegion, of which no view was taken yet. It must outlive the plan.
         per_chunk: blocks of a chunk.
         canonical: rows are canonical: every ref has its mapping.
@@ -62,8 +78,10 @@ def make_plan(kv_caches: Any, region: Any, per_chunk: int, *, canonical: bool, l
             RowMapping(cells=tuple(cells.values()), blocks_per_chunk=per_chunk, row_bytes=row_bytes, topology=None)
         )
         used.append([tensors[index] for index, _ in cells])
-    rows = RowMemory(address=begin, row_stride=int(views[0].stride(0)), num_rows=int(views[0].shape[0]))
-    return RowPlan(groups, used, rows)
+    first = min(views, key=lambda view: int(view.data_ptr()))
+    num_rows, stride = int(first.shape[0]), int(first.stride(0))
+    rows = first.as_strided((num_rows, row_bytes), (stride, 1), first.storage_offset())
+    return Parts(groups, used, RowMemory(address=begin, row_stride=stride, num_rows=num_rows), rows)
 
 
 def job_pages(blocks: Any, rows: Any, per_chunk: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

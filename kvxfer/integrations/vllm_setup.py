@@ -122,10 +122,17 @@ def refuse(vllm_config: Any, kv_cache_config: Any) -> ConnectorConfig:
             f"speculative decoding adds layers of a draft model whose weights {CONNECTOR} cannot name yet: leave "
             "speculative_config out"
         )
-    if (device := compat.device_type()) != "cpu":
+    if compat.is_cuda_platform():
+        dtype = str(getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", None))
+        if dtype not in ("auto", "float16", "bfloat16"):
+            raise ConfigError(
+                f"kv_cache_dtype={dtype!r}: what such pages mean hangs on scales that {CONNECTOR} does not store: it "
+                'must be "auto", "float16" or "bfloat16"'
+            )
+    elif not compat.is_cpu_platform():
         raise ConfigError(
-            f"{CONNECTOR} moves pages in host memory: the converter for device type {device!r} (the GPU converter) is "
-            "not built yet. KvxferTier under the stock TieringOffloadingSpec works there"
+            f"{CONNECTOR} has no converter for pages of device type {compat.device_type()!r} here: it knows host "
+            "memory and CUDA. KvxferTier under the stock TieringOffloadingSpec works there"
         )
     return config
 
@@ -236,11 +243,26 @@ def _namespace(
             "model_dtype": str(model.dtype).removeprefix("torch."),
             "quantization": None if model.quantization is None else str(model.quantization),
             "hf_config": hashlib.sha256(text.encode()).hexdigest(),  # with --hf-overrides in it
-            # Within a block's keys of a head the order of the elements is the kernel's own.
-            "kernel": f"cpu {compat.cpu_kernel(spec.dtype, spec.block_size, spec.head_size)}",
+            "kernel": _kernel(spec),
         }
         | _unusual(described, vllm),
     )
+
+
+def _kernel(spec: Any) -> str:
+    """Whose order a head's keys of a block have: on CPUs each kernel has one of its own; on CUDA a key's elements are
+    in order, whatever the backend (see vllm_pages), so that its name says nothing.
+
+    Raises:
+        ConfigError: elements of a kind that is not certified, or this vLLM does not say which kernel it is.
+    """
+    if not compat.is_cuda_platform():
+        return f"cpu {compat.cpu_kernel(spec.dtype, spec.block_size, spec.head_size)}"
+    if (dtype := str(spec.dtype).removeprefix("torch.")) not in ("float32", "float16", "bfloat16"):
+        raise ConfigError(
+            f"pages of {dtype} are not certified yet for {CONNECTOR} on CUDA: give --kv-cache-dtype bfloat16"
+        )
+    return "in order"
 
 
 def _unusual(described: Mapping[str, Any], vllm: Any) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""KvxferTieringSpec's worker: kvxfer's converter between vLLM's pages and its host rows, both in host memory."""
+"""KvxferTieringSpec's worker: kvxfer's converter between vLLM's pages and its host rows."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-from kvxfer.convert.native_rows import RowPlan
 from kvxfer.errors import KvxferError
 from kvxfer.integrations.vllm_compat import OffloadingWorker, TransferResult
-from kvxfer.integrations.vllm_copier import RowCopier, RowJob
+from kvxfer.integrations.vllm_copier import Done, RowJob
 from kvxfer.integrations.vllm_rows import job_pages
 from kvxfer.report import engine_reporter
 
@@ -16,22 +16,37 @@ __all__ = ["KvxferTieringWorker"]
 SHUTDOWN_S = 30.0  # that a job under way gets at shutdown
 
 
+class Copier(Protocol):
+    """RowCopier, for pages in host memory, or DeviceRowCopier."""
+
+    def submit(self, job: RowJob) -> None:
+        """Queue a job. Never waits."""
+
+    def finished(self) -> list[Done]:
+        """What has ended since the last call. Never waits."""
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Until these have ended."""
+
+    def close(self, timeout_s: float) -> bool:
+        """End; whether nothing is written any more."""
+
+
 class KvxferTieringWorker(OffloadingWorker):
-    """Copies on a thread of its own: a job is queued by `submit_*` and is one conversion when its turn comes.
+    """Hands jobs to a copier: a job is queued by `submit_*`, which never waits, and is done when its turn comes.
 
     Nothing here raises into vLLM. It takes no failure either: it asserts that every job is accepted and succeeds, and
     ends. So everything is checked when the plan is made, and a job that names a block or row that there is not (which
     vLLM does not do) is refused: to copy something else instead would be wrong output later.
 
     Args:
-        plan: of this rank; the worker's own from now on.
-        region: vLLM's SharedOffloadRegion with the plan's rows; the worker's own from now on.
-        threads: that share a job's copies.
+        copier: over this rank's pages; the worker's own from now on.
+        region: vLLM's SharedOffloadRegion with the copier's rows; the worker's own from now on.
+        per_chunk: blocks of a chunk.
     """
 
-    def __init__(self, plan: RowPlan, region: Any, *, threads: int = 1) -> None:
-        self._per_chunk, self._region = plan.blocks_per_chunk, region
-        self._copier = RowCopier(plan, threads=threads)
+    def __init__(self, copier: Copier, region: Any, per_chunk: int) -> None:
+        self._copier, self._region, self._per_chunk = copier, region, per_chunk
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Pages to rows."""

@@ -464,9 +464,10 @@ def test_several_groups_are_refused(tmp_root: Path) -> None:
         make_spec(offloading, vllm_config, caches)
 
 
-def test_gpus_are_refused_by_name(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
-    with pytest.raises(ConfigError, match=r"device type 'cuda' \(the GPU converter\) is not built yet"):
+def test_other_devices_are_refused_by_name(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "device_type", lambda: "xpu")
+    monkeypatch.setattr(compat, "is_cpu_platform", lambda: False)
+    with pytest.raises(ConfigError, match="no converter for pages of device type 'xpu' here"):
         make_spec(*configs(tmp_root))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.integrations.vllm_config import TierConfig
+from kvxfer.integrations.vllm_engines import ENGINES, LEAST_COPY, ZERO_PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,4 +42,10 @@ def test_its_own_keys_are_named() -> None:
     (key,) = re.findall(r'^COPY_THREADS = "(\w+)"', source, re.MULTILINE)
     (most,) = re.findall(r"^_MOST_THREADS = (\d+)", source, re.MULTILINE)
     assert f"`{key}`, threads that share a job's copies (1 to {most}; 1 unless given)" in section()
-    assert set(re.findall(r"`(kvxfer_\w+)`", section())) == {key}
+    (programs,) = re.findall(r"^_MOST_PROGRAMS = (\d+)", source, re.MULTILINE)
+    assert f"of a kernel at once (1 to {programs})" in section()
+    assert f"Unless given {ZERO_PROGRAMS} for kernels" in section()
+    assert f"one piece of {LEAST_COPY >> 10} KiB or more" in section()
+    named = set(re.findall(r'^\w+ = "(kvxfer_\w+)"', source, re.MULTILINE))
+    assert set(re.findall(r"`(kvxfer_\w+)`", section())) == named and len(named) == 3
+    assert set(re.findall(r'`"(\w+)"`', section())) >= set(ENGINES)

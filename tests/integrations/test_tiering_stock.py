@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvxfer.report import engine_reporter
 from tests.convert.common import assert_same
 from tests.integrations.test_tiering_rows import random_job
 
@@ -25,6 +26,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarn
 NUM_BLOCKS, NUM_ROWS = 24, 9
 TOKENS, HEADS, DIM = 6, 4, 10
 _names = itertools.count()
+
+
+@pytest.fixture(params=["host", "device"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether kvxfer's pages are on a (simulated) device; however small, what is in one piece is packed there."""
+    from kvxfer.integrations import vllm_engines
+
+    monkeypatch.setattr(vllm_engines, "LEAST_COPY", 0)
+    return bool(request.param == "device")
 
 
 @pytest.fixture
@@ -115,11 +125,16 @@ class Rank:
 class Server:
     """Regions and workers of all ranks, kvxfer's and vLLM's."""
 
-    def __init__(self, stock: Any, ranks: list[Rank], part: int, per_chunk: int, canonical: bool) -> None:
-        from kvxfer.integrations.vllm_rows import make_plan
+    def __init__(
+        self, stock: Any, ranks: list[Rank], part: int, per_chunk: int, canonical: bool, device: bool = False
+    ) -> None:
+        from kvxfer.integrations.vllm_copier import RowCopier
+        from kvxfer.integrations.vllm_device_copier import copier_over
+        from kvxfer.integrations.vllm_rows import make_plan, plan_parts
         from kvxfer.integrations.vllm_tiering_worker import KvxferTieringWorker
+        from tests.integrations.lazy_device import LazyDevice, LazyPlan
 
-        self.ranks, self.regions, self.mine, self.theirs = ranks, [], [], []
+        self.ranks, self.regions, self.mapped, self.mine, self.theirs = ranks, [], [], [], []
         row = -(-part * len(ranks) // 4096) * 4096
         names = [f"kvxfer-test-{os.getpid()}-{next(_names)}" for _ in range(2)]
         from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -127,8 +142,15 @@ class Server:
         for number, rank in enumerate(ranks):
             mine, theirs = (SharedOffloadRegion(name, NUM_ROWS, number, row, part) for name in names)
             self.regions.append((mine, theirs))
-            plan = make_plan(rank.mine, mine, per_chunk, canonical=canonical)
-            self.mine.append(KvxferTieringWorker(plan, mine))
+            self.mapped.append(mine.mmap_obj)
+            copier: Any
+            if device:
+                parts = plan_parts(rank.mine, mine, per_chunk, canonical=canonical)
+                copier = copier_over(LazyPlan(parts), parts, LazyDevice(number), how="auto", programs=None)
+                del parts
+            else:
+                copier = RowCopier(make_plan(rank.mine, mine, per_chunk, canonical=canonical))
+            self.mine.append(KvxferTieringWorker(copier, mine, per_chunk))
             worker = stock.CPUOffloadingWorker(rank.theirs, per_chunk, NUM_ROWS, theirs, canonical)
             self.theirs.append(worker)
 
@@ -159,22 +181,26 @@ class Server:
     def close(self) -> None:
         for worker in [*self.mine, *self.theirs]:
             worker.shutdown()
+        assert all(each.closed for each in self.mapped)  # they could be unmapped: nobody refers to them
         for mine, theirs in self.regions:
-            assert mine.mmap_obj is None  # it could be unmapped: nobody refers to it
             assert not any(os.path.exists(region.mmap_path) for region in (mine, theirs))
 
 
 @contextlib.contextmanager
-def server(stock: Any, ranks: list[Rank], part: int, per_chunk: int, canonical: bool) -> Iterator[Server]:
-    made = Server(stock, ranks, part, per_chunk, canonical)
+def server(
+    stock: Any, ranks: list[Rank], part: int, per_chunk: int, canonical: bool, device: bool = False
+) -> Iterator[Server]:
+    made = Server(stock, ranks, part, per_chunk, canonical, device)
     try:
         yield made
     finally:
         made.close()
 
 
-def compare(stock: Any, ranks: list[Rank], part: int, per_chunk: int, groups: int, *, canonical: bool) -> None:
-    with server(stock, ranks, part, per_chunk, canonical) as both:
+def compare(
+    stock: Any, ranks: list[Rank], part: int, per_chunk: int, groups: int, *, canonical: bool, device: bool
+) -> None:
+    with server(stock, ranks, part, per_chunk, canonical, device) as both:
         for seed in range(4):
             job = random_job(seed, groups, per_chunk, NUM_BLOCKS, NUM_ROWS)
             both.submit(seed, *job, store=True)
@@ -189,11 +215,11 @@ def compare(stock: Any, ranks: list[Rank], part: int, per_chunk: int, groups: in
 
 @pytest.mark.parametrize("per_chunk", [1, 4])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_direct_rows(stock: Any, tp: int, per_chunk: int) -> None:
+def test_direct_rows(stock: Any, tp: int, per_chunk: int, device: bool) -> None:
     layers = [(480, 0), (480, 32), (96, 0)]
     groups: list[list[tuple[int, int, Any]]] = [[(0, 480, None), (1, 480, None)], [(0, 480, None)], [(2, 96, None)]]
     ranks = [Rank(layers, groups, rank) for rank in range(tp)]
-    compare(stock, ranks, sum(map(sum, layers)) * per_chunk, per_chunk, 3, canonical=False)
+    compare(stock, ranks, sum(map(sum, layers)) * per_chunk, per_chunk, 3, canonical=False, device=device)
 
 
 def mapping_of(layout: str, heads: int, tp: int, dcp: int, rank: int) -> Any:
@@ -224,7 +250,7 @@ def mapping_of(layout: str, heads: int, tp: int, dcp: int, rank: int) -> Any:
 @pytest.mark.parametrize("per_chunk", [1, 4])
 @pytest.mark.parametrize(("heads", "tp", "dcp"), [(4, 1, 1), (4, 2, 1), (4, 4, 1), (2, 4, 1), (1, 4, 1), (1, 4, 2)])
 @pytest.mark.parametrize("layout", ["packed-nhd", "packed-hnd", "nhd", "hnd"])
-def test_canonical_rows(stock: Any, layout: str, heads: int, tp: int, dcp: int, per_chunk: int) -> None:
+def test_canonical_rows(stock: Any, layout: str, heads: int, tp: int, dcp: int, per_chunk: int, device: bool) -> None:
     ranks, part = [], 0
     for rank in range(tp):
         mapping = mapping_of(layout, heads, tp, dcp, rank)
@@ -236,15 +262,18 @@ def test_canonical_rows(stock: Any, layout: str, heads: int, tp: int, dcp: int, 
         groups = [[(0, size, mapping), (1, size, mapping)], [(1, size, mapping)]]
         ranks.append(Rank([(size, padding)] * 2, groups, rank))
         part = 2 * mapping.canonical_page_size_bytes * per_chunk
-    compare(stock, ranks, part, per_chunk, 2, canonical=True)
+    compare(stock, ranks, part, per_chunk, 2, canonical=True, device=device)
 
 
-def test_a_worker_refuses_a_job_that_names_what_is_not_there(stock: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_refuses_a_job_that_names_what_is_not_there(
+    stock: Any, caplog: pytest.LogCaptureFixture, device: bool
+) -> None:
     """And goes on. vLLM asserts that jobs are accepted, and ends: rather that than other bytes."""
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-    with server(stock, [Rank([(64, 0)], [[(0, 64, None)]], 1)], 64, 1, False) as both:
+    engine_reporter._kinds.clear()  # no warning is kept back because of another test's
+    with server(stock, [Rank([(64, 0)], [[(0, 64, None)]], 1)], 64, 1, False, device) as both:
         (worker,) = both.mine
         good = GPULoadStoreSpec([1], [1], [0]), CPULoadStoreSpec([2])
         assert not worker.submit_store(1, GPULoadStoreSpec([NUM_BLOCKS], [1], [0]), good[1])
