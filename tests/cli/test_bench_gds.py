@@ -441,6 +441,15 @@ def test_files_given_are_only_read(files: list[Path], capsys: Capsys, mode: str,
     assert sorted(path.name for path in files[0].parent.iterdir()) == ["one", "two"]
 
 
+def test_what_is_used_of_files_given_is_said(files: list[Path], capsys: Capsys) -> None:
+    """And not what might have been: they are smaller than --span."""
+    whole = sum(path.stat().st_size // 4096 * 4096 for path in files)
+    _, report = bench(capsys, *files, "--threads", 1, "--span", "1G")
+    assert report["used_bytes"] == whole < report["options"]["span_bytes"]
+    done = run("bench", "gds", *files, *QUICK, "--span", "1G")
+    assert "6.0 MiB of files" in done.stdout
+
+
 def test_a_file_given_that_may_only_be_read(files: list[Path], capsys: Capsys) -> None:
     flags: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
