@@ -613,6 +613,21 @@ def test_fio_runs_the_same_sizes_beside_it(tmp_path: Path, capsys: Capsys, monke
     assert {"--ioengine=psync", "--numjobs=4", "--iodepth=1", "--direct=0"} <= set(third)
 
 
+@pytest.mark.parametrize("name", [".", "a:b"])
+def test_fio_stays_in_a_folder_of_its_own(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It takes its --directory from where it is started, and splits it at colons."""
+    log = fio(tmp_path, monkeypatch, 0)
+    (tmp_path / "a:b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code, _ = bench(capsys, name, "--peer", "fio", *WHOLE)
+    *arguments, folder = json.loads(log.read_text())
+    (said,) = [each.removeprefix("--directory=") for each in arguments if each.startswith("--directory=")]
+    assert (code, Path(folder).parent) == (0, (tmp_path / name).resolve())
+    assert {os.path.normpath(os.path.join(folder, part)) for part in said.split(":")} == {folder}
+
+
 def test_a_fio_that_fails_costs_its_own_figures(
     tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
