@@ -64,6 +64,10 @@ class Way(ABC):
     def forget(self, file: Opened) -> None:  # noqa: B027 - most ways remember nothing
         """What the system remembers of the file's bytes goes, as far as it obeys."""
 
+    def bus(self) -> str:
+        """Where the device is whose memory is moved, of PCI; empty where it is the host's. DeviceError: not known."""
+        return ""
+
     def close(self) -> None:  # noqa: B027 - nor hold anything
         """No further files."""
 
@@ -90,6 +94,10 @@ class PosixWay(Way):
         pinned = f"memory that is not pinned: {memory.unpinned}" if memory.unpinned else "pinned memory"
         self.why += f"; to the device and back through {pinned}"
         return memory
+
+    def bus(self) -> str:
+        """See Way."""
+        return "" if self._device is None else self._device.bus()
 
     def forget(self, file: Opened) -> None:
         """See Way; direct I/O leaves nothing to remember."""
@@ -133,10 +141,14 @@ class KvikioWay(Way):
 
     def memory(self, nbytes: int, largest: int) -> Memory:
         """See Way. Registered where the driver lets it."""
-        memory = DeviceMemory(self._device, nbytes, self._gds.Window)
+        memory = DeviceMemory(self._device, nbytes, self._gds.Window, self._backend.deregister)
         if refused := self._backend.register(memory.address, nbytes):
             self.why += f"; memory is not registered: {refused}"
         return memory
+
+    def bus(self) -> str:
+        """See Way."""
+        return self._device.bus()
 
     def close(self) -> None:
         """See Way."""
@@ -232,6 +244,12 @@ class CudaAllocator:
         """See Allocator."""
         self._cuda.enter_device(0)
         self._cuda.call("cuMemHostUnregister", ctypes.c_void_p(data.ctypes.data))
+
+    def bus(self) -> str:
+        """See Allocator."""
+        text = ctypes.create_string_buffer(32)
+        self._cuda.call("cuDeviceGetPCIBusId", text, ctypes.c_int(len(text)), ctypes.c_int(0))
+        return text.value.decode()
 
 
 def _cuda(timeout_s: float) -> Any:
