@@ -48,6 +48,7 @@ class Flights:
         self.reason = ""  # why the device counts as lost
         self.stopped = False  # nothing more begins, no gate opens
         self.hurry = False  # the device is not waited for any more
+        self.called = False  # there is something that the turn under way may not have seen
         self._device, self._carrier, self._timeout = device, carrier, config.io_timeout_s
         self._forms: dict[tuple[int, ...], Form] = {}
         self._queue: dict[int, deque[DeviceJob]] = {LOAD: deque(), STORE: deque()}  # with chunks that no batch has
@@ -76,6 +77,11 @@ class Flights:
             self._forms[key] = form_of([pages.mapping for pages in parts])  # keeps the mappings, and so their ids
         return self._forms[key]
 
+    def call(self) -> None:
+        """There is something to do for the thread, which may just be on its way to sleep."""
+        self.called = True
+        self.work.notify_all()
+
     @property
     def under_way(self) -> bool:
         """Whether there are batches that have not landed."""
@@ -97,7 +103,7 @@ class Flights:
             job.close(Status.DEVICE)
         if not self._finish(job):
             self._queue[job.direction].append(job)
-            self.work.notify_all()
+            self.call()
 
     def has_news(self, direction: int) -> bool:
         """Whether there is an outcome to take, or a late chunk."""
@@ -113,9 +119,10 @@ class Flights:
 
     def close(self, job: DeviceJob, status: Status) -> None:
         """Closes a job's gate; what has no answer gets `status`, once nobody is inside."""
-        job.close(status)
+        if job.closed is None:
+            job.close(status)
+            self.call()
         self._finish(job)
-        self.work.notify_all()
 
     def expire(self) -> None:
         """Closes the gates of loads whose deadline has passed."""
@@ -127,13 +134,13 @@ class Flights:
         """What no batch has will not be tried."""
         for direction in self._queue:
             self._drop(direction, Status.CANCELLED)
-        self.work.notify_all()
+        self.call()
 
     def stop(self) -> None:
         """Closes every gate; nothing more begins."""
         self.stopped = True
         self._close_all(Status.CANCELLED)
-        self.work.notify_all()
+        self.call()
 
     def lose(self, reason: str, exc: BaseException | None = None) -> None:
         """The device counts as lost. What was raised leaves a trace if it is a defect. Locks."""
@@ -147,7 +154,7 @@ class Flights:
             self._close_all(Status.DEVICE)
             for queue in self._queue.values():
                 queue.clear()
-            self.work.notify_all()
+            self.call()
 
     def give_up(self, reason: str) -> None:
         """The thread is in a call that does not return: all jobs end now, as if nothing more came of their batches."""

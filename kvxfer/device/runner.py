@@ -211,7 +211,7 @@ class DeviceRunner(Runner):
         with self._lock:
             self._wait_for_flights(time.monotonic() + GRACE_S)
             self._flights.hurry = True
-            self._work.notify_all()
+            self._flights.call()
         self._thread.join(GRACE_S)
         with self._lock:
             if self._thread.is_alive():
@@ -255,6 +255,7 @@ class DeviceRunner(Runner):
         while True:
             with self._lock:
                 self._turn_since = time.monotonic()
+                self._flights.called = False
             try:
                 moved = self._flights.turn()
             except Exception as exc:  # a defect: the thread must go on, or no job would ever end again
@@ -266,7 +267,7 @@ class DeviceRunner(Runner):
                     self._news.notify_all()
                     return
                 pause = LEAST_PAUSE_S if moved else min(2 * pause, MOST_PAUSE_S)
-                if not moved:
+                if not moved and not self._flights.called:  # nothing came after the turn had looked
                     self._work.wait(pause if self._flights.under_way else self._flights.rest(WATCH_S))
 
 
