@@ -655,3 +655,38 @@ def test_a_device_that_is_not_cudas_goes_by_the_host_and_nothing_is_asked(
         engine = TransferEngine(store, namespace_of(), pages, device=FakeDevice())
         assert engine.metrics().value("kvxfer_io_rung", rung="host") == 0
         engine.shutdown()
+
+
+# ---- calls of the device that do not return
+
+
+@pytest.mark.parametrize(("op", "direction"), [("done", STORE), ("done", LOAD), ("copy", LOAD), ("checksum", LOAD)])
+def test_a_device_call_that_hangs_holds_up_neither_figures_nor_results_nor_the_end(
+    make: Make, op: str, direction: int
+) -> None:
+    """Wherever the thread is in it: in the carrier, too, whose state others ask for."""
+    source = ranks(MODEL, "nhd", 1, filled=True)
+    ok(make(source).put(source, EACH))
+    for after in range(1 + (op == "done")):
+        rig = make(source, io_timeout_s=0.2, bays=2, bay_chunks=8)
+        rule = rig.device.faults.hang(op, after=after)
+        asked: list[object] = []
+
+        def answers(what: Callable[[], object], asked: list[object] = asked) -> bool:
+            asking = threading.Thread(target=lambda: asked.append(what()), daemon=True)
+            asking.start()
+            asking.join(5)
+            return not asking.is_alive()
+
+        try:
+            rig.start(direction, source, EACH)
+            stop = time.monotonic() + 2
+            while not rule.hits and rig.gds.poll(direction) is None and time.monotonic() < stop:
+                time.sleep(0.002)
+            if rule.hits:
+                assert answers(rig.gds.stats), f"figures, call {after}"
+                assert answers(lambda rig=rig: rig.end(direction, 4)), f"its result, call {after}"  # type: ignore[misc]
+                assert answers(lambda rig=rig: rig.gds.shutdown(0.1)), f"the end, call {after}"  # type: ignore[misc]
+                assert asked[-1] == 1, "the thread is left behind"
+        finally:
+            rig.device.faults.release()
