@@ -31,6 +31,7 @@ __all__ = ["Flights"]
 
 _RECORD = C.sizeof(_native.Chunk)
 LEAST_BATCH = 1 << 20  # bytes: smaller ones cost more than they overlap
+HELD_PAUSE_S = 0.002  # between two looks at bays that somebody waits for
 LANDING_NS = 10_000_000  # before a load's deadline: what the carrier has by then is still scattered
 
 
@@ -182,6 +183,8 @@ class Flights:
 
     def rest(self, most: float) -> float | None:
         """Seconds until there may be something to do though nothing is under way; None: as long as nobody calls."""
+        if self.ring.held and any(self._queue.values()):
+            return min(most, HELD_PAUSE_S)
         if self._losses or self.ring.held:
             return most
         soonest = min((job.deadline_ns for job in self._timed.values()), default=None)
@@ -341,6 +344,8 @@ class Flights:
         enters = False
         with self.lock:
             flight.held = landing.holds_bay
+            if job.closed is not None or not (status == Status.LOST).any():  # cancelled, or cut: not given up for long
+                flight.patience = self._timeout
             self._uncarry(flight)
             if landing.fault is not None:
                 flight.soiled = True
@@ -449,7 +454,7 @@ class Flights:
                 self.ring.leak(flight.batch.bay)
                 self._spoiled.append(flight)
             elif flight.held:
-                self.ring.hold(flight.batch.bay)
+                self.ring.hold(flight.batch.bay, flight.patience)
             else:
                 self.ring.give_back(flight.batch.bay)
             self._finish(flight.job)

@@ -258,7 +258,12 @@ class GdsCarrier(Carrier):
     def _depart(self, trip: _Trip, sums: NDArray[np.uint64] | None) -> None:
         """Starts the transfers; `sums`: of a store."""
         batch, plan = trip.batch, trip.plan
-        pages = self._trailer_pages(batch, plan)
+        try:
+            pages = self._trailer_pages(batch, plan)
+        except (MemoryError, OSError) as exc:
+            engine_reporter.failed("carrier", "there is no memory for trailers", exc)
+            trip.close(Status.CANCELLED, drain=True)
+            return
         for chunk in range(batch.chunks):
             record = _native.Chunk.from_buffer_copy(batch.records, chunk * _RECORD)
             address = batch.bay.device.address + chunk * batch.form.chunk_bytes

@@ -690,3 +690,106 @@ def test_a_device_call_that_hangs_holds_up_neither_figures_nor_results_nor_the_e
                 assert asked[-1] == 1, "the thread is left behind"
         finally:
             rig.device.faults.release()
+
+
+# ---- what a process runs out of, and what else is odd
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+@pytest.mark.parametrize("threads", [0, 1])
+def test_where_no_more_threads_can_be_had_chunks_fail_or_wait(
+    make: Make, threads: int, direction: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = ranks(MODEL, "nhd", 1, filled=True), ranks(MODEL, "hnd", 1, filled=False)
+    rig = make(source, bay_chunks=8, depth=3)
+    ok(rig.store(source, EACH))
+    start, had = threading.Thread.start, [threads + 1]  # one watches
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvx-gds"):
+            if not had[0]:
+                raise RuntimeError("can't start new thread")
+            had[0] -= 1
+        start(thread)
+
+    pages = source if direction == STORE else target
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", limited)
+        rig.start(direction, pages, EACH)
+        outcome = rig.end(direction, 5)
+    if threads:
+        ok(outcome)
+    else:
+        assert {(error.status, error.errno) for error in found(outcome)} == {(Status.IO, errno.EAGAIN)}
+        assert len(outcome.errors) == 8 and poisoned(target)
+    assert not rig.gds.reason
+    rig.start(direction, pages, EACH)
+    ok(rig.end(direction))
+    assert rig.backend.stats()["threads"] <= 3
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+@pytest.mark.parametrize("what", [SystemExit(3), KeyboardInterrupt(), StopIteration(), MemoryError()])
+@pytest.mark.parametrize("where", ["CuFile", "request"])
+def test_whatever_kvikio_raises_is_that_chunks_alone(
+    make: Make, where: str, what: BaseException, direction: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = ranks(MODEL, "nhd", 1, filled=True), ranks(MODEL, "hnd", 1, filled=False)
+    rig = make(source)
+    ok(rig.store(source, EACH))
+    module: Any = rig.backend._kvikio
+
+    def odd(*_: object, **__: object) -> int:
+        raise what
+
+    pages = source if direction == STORE else target
+    with monkeypatch.context() as patched:
+        if where == "CuFile":
+            patched.setattr(module, "CuFile", odd)
+        else:
+            patched.setattr(module.CuFile, "raw_read", odd)
+            patched.setattr(module.CuFile, "raw_write", odd)
+        rig.start(direction, pages, EACH)
+        assert {error.status for error in found(rig.end(direction, 5))} == {Status.IO}
+    rig.start(direction, pages, EACH)
+    ok(rig.end(direction, 5))
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_no_memory_for_trailers_is_that_batch_alone(
+    make: Make, direction: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = ranks(MODEL, "nhd", 1, filled=True), ranks(MODEL, "hnd", 1, filled=False)
+    rig = make(source)
+    ok(rig.store(source, EACH))
+    pages = source if direction == STORE else target
+
+    def none(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gds_carrier, "AlignedBuffer", none)
+        rig.start(direction, pages, EACH)
+        assert {error.status for error in found(rig.end(direction, 5))} == {Status.CANCELLED}
+    assert not rig.gds.reason
+    rig.start(direction, pages, EACH)
+    ok(rig.end(direction, 5))
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_calls_of_a_cancelled_job_that_return_soon_stall_nobody(make: Make, direction: int) -> None:
+    source, target = ranks(MODEL, "nhd", 1, filled=True), ranks(MODEL, "hnd", 1, filled=False)
+    rig = make(source, bay_chunks=1, bays=2)
+    ok(rig.store(source, EACH))
+    name = "raw_write" if direction == STORE else "raw_read"
+    pages = source if direction == STORE else target
+    rig.kvikio.double.faults["hang"] = [name]
+    job = rig.start(direction, pages, EACH)
+    until(lambda: len(rig.calls(name)) == (1 if direction == STORE else 2))
+    rig.gds.cancel(job)
+    assert rig.end(direction).job_id == job
+    rig.start(direction, pages, EACH)
+    time.sleep(0.05)
+    rig.kvikio.double.faults.clear()
+    rig.kvikio.double.release.set()
+    ok(rig.end(direction))
