@@ -10,6 +10,7 @@ import ctypes as C
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -59,7 +60,8 @@ class GdsBay(Bay):
         gone = self.backend.deregister(self.device.address)
         for buffer in self.buffers:
             if gone or buffer is not self.device:
-                buffer.free()
+                with suppress(DeviceError):  # as in Bay
+                    buffer.free()
 
 
 class _Stage(Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import subprocess
@@ -450,3 +451,18 @@ def test_what_comes_while_the_thread_goes_to_sleep_is_not_slept_over(
             assert both.finish(STORE, 5.0).job_id == both.next_id
         else:
             until(lambda: not device_threads(), "the thread has ended")
+
+
+def test_a_shutdown_that_was_interrupted_is_taken_up_by_the_next(tmp_path: Path) -> None:
+    pages = ranks(MODEL, "nhd", 2, filled=True)
+    with card(tmp_path, pages) as both:
+        both.device.frozen = True
+        both.submit(STORE, pages, chunks_of(1, 6))
+        until(lambda: "gather" in [call[0] for call in both.calls], "work is queued")
+        threading.Timer(0.2, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            both.runner.shutdown(10.0)
+        start = time.monotonic()
+        assert both.runner.shutdown(0.1) == 0
+        assert len(both.finish(STORE, 1.0).errors) == 6
+        assert time.monotonic() - start < 5

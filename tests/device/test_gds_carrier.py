@@ -18,11 +18,12 @@ from kvxfer import _native
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.device import gds_carrier
+from kvxfer.device.base import Buffer
 from kvxfer.device.form import form_of
 from kvxfer.device.gds_carrier import DeviceTrial
 from kvxfer.device.gds_slots import SlotPlan, Span
 from kvxfer.engine import TransferEngine
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, DeviceError
 from kvxfer.io import gds, kvikio_door, ladder
 from kvxfer.io.gds import COMPAT, DIRECT
 from kvxfer.jobs import LOAD, STORE, ChunkError, JobOutcome, Status
@@ -793,3 +794,16 @@ def test_calls_of_a_cancelled_job_that_return_soon_stall_nobody(make: Make, dire
     rig.kvikio.double.faults.clear()
     rig.kvikio.double.release.set()
     ok(rig.end(direction))
+
+
+def test_bays_of_a_lost_device_that_cannot_be_freed_do_not_keep_a_runner_from_its_end(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(ranks(MODEL, "nhd", 1, filled=True))
+
+    def lost(_: Buffer) -> None:
+        raise DeviceError("the device was lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(rig.cuda.made[0]), "free", lost)
+        assert rig.gds.shutdown(1.0) == 0
