@@ -56,9 +56,6 @@ class PinnedMemory:
         # Before the memory goes, whoever forgets it. Not at exit: the process's end unpins it, the driver may hang.
         self._release = weakref.finalize(self, _unpin, pinned, cuda, device, os.getpid(), memory)
         self._release.atexit = False
-        if (seen := cuda.where(address).device_address) != address:
-            self.free()
-            raise DeviceError(f"the device has pinned memory under another address: {seen:#x} for {address:#x}")
 
     def free(self) -> None:
         """Not while anything uses it. Twice is fine."""
