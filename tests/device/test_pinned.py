@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.device import pinned, torch_device
+from kvxfer.device import torch_device
 from kvxfer.device.pinned import PinnedMemory, pinning_on
 from kvxfer.errors import DeviceError
 from tests.native.cuda_libraries import FakeRuntime, fake_runtime
@@ -77,7 +77,6 @@ def test_a_refusal_is_said_and_the_next_allocator_asked(
 def device(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> torch_device.TorchDevice:
     """One whose torch.cuda does everything at once, on the CPU; `asked`: sizes that torch's allocator pinned."""
     monkeypatch.setattr(torch_device, "torch", Torch())
-    monkeypatch.setattr(pinned._cuda, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(PinnedMemory.__init__, "__defaults__", (4096, PIECE))
     monkeypatch.setattr(torch_device, "importlib", types.SimpleNamespace(import_module=lambda _: None))
     return torch_device.TorchDevice("cuda:0")
