@@ -73,8 +73,8 @@ bool pieces_are_whole(uint64_t base, uint64_t nbytes, uint64_t piece_bytes) {
   return base && nbytes && piece_bytes && piece_bytes % PAGE == 0 && base + nbytes > base;
 }
 
-// Of the piece at `offset`: the first is cut short so that all others begin with a page, for drivers pin whole
-// pages, and may refuse one that is in two pieces.
+// Of the piece at `offset`: the first is cut short so that all others begin with a page, for drivers pin
+// whole pages, and may refuse one that is in two pieces.
 uint64_t length_of(uint64_t base, uint64_t offset, uint64_t nbytes, uint64_t piece_bytes) {
   const uint64_t whole = piece_bytes - (base + offset) % PAGE;
   return nbytes - offset < whole ? nbytes - offset : whole;
