@@ -38,7 +38,6 @@ from kvxfer.slot import ALIGNMENT
 from kvxfer.staging import AlignedBuffer
 
 RUNGS = ("direct", "compat", "host")
-WANTS = GDS_MODES
 # Why a rung was left: what a metric counts.
 REASONS = (
     "configured", "no_device", "no_kvikio", "kvikio_broken", "kvikio_version", "driver", "compat", "file", "full",
@@ -137,12 +136,12 @@ def climb(
     Raises:
         ConfigError: `want` is unknown, or does not hold; says why.
     """
-    if want not in WANTS:
-        raise ConfigError(f"want={want!r} must be one of {', '.join(WANTS)}")
+    if want not in GDS_MODES:
+        raise ConfigError(f"gds={want!r} must be one of {', '.join(GDS_MODES)}")
     rung = _climb(directory, memory, want, timeout_s, cuda)
     wanted = {"gds": "direct", "compat": "compat"}.get(want, rung.name)
     if rung.name != wanted:
-        raise ConfigError(f"io {want!r} does not work in {directory}: {rung.why}; use auto")
+        raise ConfigError(f"gds={want!r} does not work in {directory}: {rung.why}; use 'auto'")
     _say(directory, rung)
     return rung
 

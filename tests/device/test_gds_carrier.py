@@ -671,7 +671,7 @@ def test_what_is_wanted_and_does_not_work_keeps_an_engine_from_starting(
     device.label = "cuda:0"
     pages = ranks(MODEL, "nhd", 1, filled=True)
     with Store.open(StoreConfig(root=tmp_root, capacity_bytes=8 << 20, slab_bytes=1 << 20)) as store:
-        with pytest.raises(ConfigError, match="io 'gds' does not work in .*cuFile's own compat mode"):
+        with pytest.raises(ConfigError, match="gds='gds' does not work in .*cuFile's own compat mode"):
             TransferEngine(store, namespace_of(), pages, config=EngineConfig(gds="gds"), device=device)
         with pytest.raises(ConfigError, match="gds='direct'"):
             EngineConfig(gds="direct")
