@@ -24,7 +24,7 @@ import numpy as np
 
 from kvxfer.errors import DeviceError, EngineClosed, ForkError
 from kvxfer.integrations.vllm_copier import EXIT_S, MOST_PASSED, Done, RowJob
-from kvxfer.integrations.vllm_engines import Plan, RowEngine, Staging, Work, choose, whole_span
+from kvxfer.integrations.vllm_engines import DevicePlan, RowEngine, Staging, Work, choose, whole_span
 from kvxfer.integrations.vllm_rows import Parts
 from kvxfer.report import engine_reporter
 
@@ -226,7 +226,9 @@ def open_device_copier(parts: Parts, *, how: str, programs: int | None) -> Devic
     return copier_over(plan, parts, TorchRowDevice(device), how=how, programs=programs)
 
 
-def copier_over(plan: Plan, parts: Parts, device: RowDevice, *, how: str, programs: int | None) -> DeviceRowCopier:
+def copier_over(
+    plan: DevicePlan, parts: Parts, device: RowDevice, *, how: str, programs: int | None
+) -> DeviceRowCopier:
     """`open_device_copier`, over a plan of these parts and a device that are given."""
     spans = [whole_span(group) for group in parts.groups]
     packed = [span if use else None for span, use in zip(spans, choose(how, spans), strict=True)]
@@ -238,7 +240,7 @@ def copier_over(plan: Plan, parts: Parts, device: RowDevice, *, how: str, progra
     return DeviceRowCopier(RowEngine(plan, parts, packed, programs), device, (staging[0], staging[1]))
 
 
-def _warm(plan: Plan, parts: Parts, staging: Staging | None) -> None:
+def _warm(plan: DevicePlan, parts: Parts, staging: Staging | None) -> None:
     """Has the kernels compiled now, and not in the first request: block 0 goes to staging, and comes back as it was.
 
     On the model's own stream, which nothing is lost by: nothing has run yet.

@@ -37,7 +37,7 @@ Ids = NDArray[np.int64]
 Work = Callable[[], int]  # puts something onto the current stream; returns the bytes of pages that it moves
 
 
-class Plan(Protocol):
+class DevicePlan(Protocol):
     """DeviceRowPlan, as far as it is used here."""
 
     blocks_per_chunk: int
@@ -140,7 +140,7 @@ class RowEngine:
         programs: of every launch, at most; None: as many as suit.
     """
 
-    plan: Plan
+    plan: DevicePlan
     parts: Parts | None
     packed: list[tuple[int, int] | None]
     programs: int | None = None
