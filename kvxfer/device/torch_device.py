@@ -186,16 +186,6 @@ class TorchDevice(Device):
         with torch_errors(), torch.cuda.stream(_of(stream)):
             self._launch.checksum(of, mapping, _sums(mapping, sums, chunks), programs=self.programs)
 
-    def describe(self) -> dict[str, Any]:
-        """And its capability, its processors and its memory in bytes."""
-        with torch_errors():
-            found = torch.cuda.get_device_properties(self._device)
-        return super().describe() | {
-            "capability": f"{found.major}.{found.minor}",
-            "processors": int(found.multi_processor_count),
-            "memory_bytes": int(found.total_memory),
-        }
-
     @staticmethod
     def _arguments(
         mapping: CanonicalMapping, block_ids: Buffer, chunks: int, buffer: Buffer, stride: int, sums: Buffer | None

@@ -146,14 +146,14 @@ def climb(
     return rung
 
 
-def climb_here(directory: Path, *, want: str = "auto", timeout_s: float = probe.TIMEOUT_S) -> Rung:
+def climb_here(directory: Path, *, timeout_s: float = probe.TIMEOUT_S) -> Rung:
     """`climb` with memory of the first device by the driver's own calls: for a process that has no framework."""
     memory: CudaMemory | None = None
     cuda: LibCuda | None = None
-    if want != "host" and kvikio_door.available(timeout_s).ok:
+    if kvikio_door.available(timeout_s).ok:
         cuda = LibCuda()
         memory = CudaMemory(cuda)
-    return climb(directory, memory, want=want, timeout_s=timeout_s, cuda=cuda)
+    return climb(directory, memory, timeout_s=timeout_s, cuda=cuda)
 
 
 def _climb(directory: Path, memory: DeviceMemory | None, want: str, timeout_s: float, cuda: Cuda | None) -> Rung:

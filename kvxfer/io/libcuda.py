@@ -34,11 +34,11 @@ class LibCuda:
         DeviceError: no library, or it refuses.
     """
 
-    def __init__(self, name: str = "libcuda.so.1") -> None:
+    def __init__(self) -> None:
         try:
-            self._lib = C.CDLL(name)
+            self._lib = C.CDLL("libcuda.so.1")
         except OSError as exc:
-            raise DeviceError(f"{name}: {exc}") from exc
+            raise DeviceError(f"libcuda.so.1: {exc}") from exc
         self._contexts: dict[int, C.c_void_p] = {}
         self.call("cuInit", C.c_uint(0))
 

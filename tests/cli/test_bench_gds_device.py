@@ -37,7 +37,7 @@ class LibCuda:
 
     refuse: ClassVar[dict[str, Exception]] = {}  # by CudaMemory's call
 
-    def __init__(self, name: str = "libcuda.so.1") -> None:
+    def __init__(self) -> None:
         self.memory: dict[int, Any] = {}
         self.pinned: set[int] = set()
         self.fetched = 0  # times that bytes came to where the host wants them
@@ -275,7 +275,7 @@ def test_a_mode_that_does_not_hold_is_an_error(tmp_path: Path, capsys: Any, rung
 def test_a_driver_that_refuses_is_a_reason(
     tmp_path: Path, capsys: Any, rung: Rung, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Any, name: str = "") -> None:
+    def refuse(self: Any) -> None:
         raise DeviceError("cuInit answers CUDA_ERROR_UNKNOWN (999)")
 
     monkeypatch.setattr(LibCuda, "__init__", refuse)
