@@ -220,7 +220,7 @@ def _kvikio(
         return None
     try:
         rung = ladder.climb(place.directory, device, want=plan.mode, timeout_s=timeout_s, cuda=cuda)
-        steps += [str(step) for step in rung.steps]
+        steps += [_in_our_words(step) for step in rung.steps]
         if rung.name == "host":
             return None
         backend = gds.GdsBackend(
@@ -235,6 +235,11 @@ def _kvikio(
         steps.append(f"gds and compat: {exc}")
         return None
     return KvikioWay("gds" if rung.name == "direct" else "compat", backend, device)
+
+
+def _in_our_words(step: str) -> str:
+    """A step of the ladder's: its rung `direct` is the mode `gds`, and `direct` is O_DIRECT here."""
+    return step.replace("direct", "gds", 1) if step.startswith("direct") else step
 
 
 def _posix(plan: Plan, place: Place) -> IOMode:

@@ -52,7 +52,7 @@ class Buffer(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Not while anything on a stream, or a drive, uses it. Twice is fine."""
+        """Not while anything on a stream, or a drive, uses it. Twice is fine. Never raises, a lost device or not."""
 
 
 class Device(ABC):

@@ -210,7 +210,7 @@ def test_kvikio_moves_the_devices_memory(
     options = ["--mode", mode] if asked else []
     code, report = json_of(capsys, "bench", "gds", tmp_path, *OPTIONS, "--operation", operation, *options)
     assert (code, report["mode"], report["memory"]) == (0, mode, "device"), report
-    assert report["steps"] == ([] if found == "direct" else ["direct off: no nvidia-fs"])
+    assert report["steps"] == ([] if found == "direct" else ["gds off: no nvidia-fs"])
     (row,) = report["rows"]
     assert (row["status"], row["errors"]) == ("ok", {})
     assert report["link"] == {"gbps": pytest.approx(63.0, rel=1e-3), "why": "PCIe 5 x16 of GPU 0"}
@@ -240,7 +240,7 @@ def test_a_devices_memory_through_the_hosts(tmp_path: Path, capsys: Any, rung: R
     assert report["mode"] in ({"auto": ("direct", "buffered")}.get(mode, (mode,)))
     assert "to the device and back through pinned memory" in report["why"]
     if mode == "auto":
-        assert report["steps"][:2] == ["direct off: no nvidia-fs", "compat off: kvikio broke"]
+        assert report["steps"][:2] == ["gds off: no nvidia-fs", "compat off: kvikio broke"]
     assert backends == []
     copies = cuda[0].fetched  # one to fill the file
     assert copies > 10 if operation == "mixed" else copies == 1
@@ -260,7 +260,7 @@ def test_auto_goes_to_the_hosts_memory_where_kvikio_does_not_work(tmp_path: Path
     rung("host", "direct and compat off: kvikio is not installed")
     code, report = json_of(capsys, "bench", "gds", tmp_path, *OPTIONS)
     assert (code, report["memory"]) == (0, "host")
-    assert report["steps"][0] == "direct and compat off: kvikio is not installed"
+    assert report["steps"][0] == "gds and compat off: kvikio is not installed"
 
 
 @pytest.mark.parametrize("mode", ["gds", "compat"])
