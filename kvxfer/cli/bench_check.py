@@ -23,7 +23,7 @@ from kvxfer.io.system import sys_open
 from kvxfer.staging import AlignedBuffer
 
 Mask = NDArray[np.bool_]
-Step = Callable[[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]], None]
+PageWork = Callable[[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]], None]
 
 
 class Checker(ABC):
@@ -144,7 +144,7 @@ class Made(Checker):
         self.content.fill(window, self.content.stamps(file, page, version))
         memory.put(at, window)
 
-    def _each_step(self, burst: Burst, start: int, count: int, work: Step) -> None:
+    def _each_step(self, burst: Burst, start: int, count: int, work: PageWork) -> None:
         """Calls `work(first byte, file, page, version of each page)` for slots start to start + count, in steps."""
         pages = burst.nbytes // PAGE
         slots = np.repeat(np.arange(start, start + count), pages)
