@@ -22,7 +22,7 @@ from kvxfer.convert.launch import INTERPRETED
 from kvxfer.convert.launch_rows import DeviceRowPlan, Uploads
 from kvxfer.convert.native_rows import RowMemory
 from kvxfer.convert.row_tables import TILE
-from kvxfer.errors import DeviceError, LayoutError
+from kvxfer.errors import DeviceError, DeviceMemoryError, LayoutError
 from kvxfer.rows import RowMapping
 from tests.convert.common import assert_same
 from tests.convert.row_plans import Bytes, by_hand, cell, group, int64, noise, run
@@ -531,6 +531,32 @@ def test_what_is_on_its_way_up_is_held_until_its_copy_has_run(monkeypatch: pytes
     uploads.put(int64(9))
     gc.collect()
     assert [ref() is not None for ref in pinned] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA", DeviceMemoryError),
+        ("CUDA error: unspecified launch failure", DeviceError),
+    ],
+)
+@pytest.mark.parametrize("call", ["empty", "record"])
+def test_a_table_that_does_not_reach_the_device_is_a_device_error(
+    monkeypatch: pytest.MonkeyPatch, text: str, kind: type[DeviceError], call: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(text)
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, *, dtype, pin_memory: empty(size, dtype=dtype))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **__: self.clone())
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(*((torch, "empty") if call == "empty" else (_Event, "record")), refuse)
+    uploads = Uploads(torch.device("cuda", 3))
+    with pytest.raises(DeviceError, match="table of 16 bytes did not reach cuda:3: CUDA error") as caught:
+        uploads.put(int64(1, 2))
+    assert type(caught.value) is kind
+    assert uploads._held == []
 
 
 def test_a_job_is_not_prepared_on_a_stream_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

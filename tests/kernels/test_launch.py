@@ -98,6 +98,7 @@ def test_the_vector_divides_everything(
         assert found["VECTOR"] == want
         assert found["FRAGMENT"] * want == geometry.head_bytes
         assert launch.WARPS[want] == found["num_warps"]
+        assert found["LANES"] == min(4096 // want, 1024)
         assert found["stage"] == stage.data_ptr()
 
 
