@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvxfer.jobs import ChunkError, Status
     from kvxfer.keys import Namespace, kvx1_namespace, make_offload_key, weights_fingerprint
     from kvxfer.layout import LAYOUTS, PageLayout, kvx1_mapping, kvx1_slot, row_mapping
+    from kvxfer.nvml import GpuMonitor
     from kvxfer.observe import Metrics, render_metrics
     from kvxfer.opaque import opaque_mapping, opaque_namespace
     from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
@@ -64,6 +65,7 @@ _HOMES = {
     "kvxfer.jobs": ("ChunkError", "Status"),
     "kvxfer.keys": ("Namespace", "kvx1_namespace", "make_offload_key", "weights_fingerprint"),
     "kvxfer.layout": ("LAYOUTS", "PageLayout", "kvx1_mapping", "kvx1_slot", "row_mapping"),
+    "kvxfer.nvml": ("GpuMonitor",),
     "kvxfer.observe": ("Metrics", "render_metrics"),
     "kvxfer.opaque": ("opaque_mapping", "opaque_namespace"),
     "kvxfer.policy": ("ARCPolicy", "CachePolicy", "LRUPolicy"),
@@ -88,6 +90,7 @@ __all__ = [
     "EngineConfig",
     "ForkError",
     "FormatError",
+    "GpuMonitor",
     "GroupHits",
     "IOFault",
     "KVGeometry",

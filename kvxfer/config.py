@@ -16,6 +16,8 @@ IO_BACKENDS = ("auto", "posix")
 DIRECT_MODES = ("auto", "on", "off")
 ROW_MODES = ("auto", "straight", "staged")
 GDS_MODES = ("auto", "gds", "compat", "host")
+COPY_ENGINES = ("auto", "pack", "zero")
+_MOST_PROGRAMS = 65535
 
 CACHED_BYTES = 256 << 10  # what a core's cache keeps between two passes
 STAGING_UNIT = 2 << 20  # bytes: staging is made in huge pages (kHuge in csrc/io_engine.cpp)
@@ -216,6 +218,10 @@ class EngineConfig:
     # Their way to the drive: gds (GPUDirect Storage, or an error) | compat (kvikio's compat mode, or an error) | host
     # (pinned memory) | auto (the first of them that a test in the root's directory shows to work).
     gds: str = "auto"
+    # Between pages and pinned memory: pack (by staging on the device and one large copy) | zero (kernels read and write
+    # the pinned memory) | auto (the faster of the two, as measured). KVXFER_COPY_ENGINE goes before it.
+    copy_engine: str = "auto"
+    programs: int | None = None  # most of a kernel's at once: what transfers take of a GPU's processors; None: any
     breaker_failures: int = 8  # storage calls in a row that fail until loads (or stores) are turned off; 0: never
     breaker_cooldown_s: float = 1.0  # until they are tried again; doubles each time that fails
     breaker_max_cooldown_s: float = 60.0  # and is never longer than this
@@ -228,6 +234,11 @@ class EngineConfig:
         _check_integers(self, ALIGNMENT, "read_piece_bytes", "staging_bytes", "bay_bytes")
         _check_choice(self, "rows", ROW_MODES)
         _check_choice(self, "gds", GDS_MODES)
+        _check_choice(self, "copy_engine", COPY_ENGINES)
+        if self.programs is not None:
+            _check_integers(self, 1, "programs")
+            if self.programs > _MOST_PROGRAMS:
+                raise ConfigError(f"programs={self.programs} must be 1..{_MOST_PROGRAMS}")
         if self.io_threads > 1024:
             raise ConfigError(f"io_threads={self.io_threads} must be 1..1024")
         _check_seconds(self, 0.001, "io_timeout_s", "breaker_cooldown_s", "breaker_max_cooldown_s")

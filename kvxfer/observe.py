@@ -12,10 +12,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvxfer.breaker import BreakerState
+from kvxfer.device.host_carrier import ENGINES as COPY_ENGINES
 from kvxfer.io.ladder import REASONS, RUNGS
 from kvxfer.jobs import LOAD, NS, STORE, ChunkError, Status
 from kvxfer.metrics import Kind, Series, Tally, Value, Values, add_up, expose
@@ -23,6 +25,9 @@ from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob, TransferResult
 from kvxfer.store import StoreStats
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
+
+if TYPE_CHECKING:
+    from kvxfer.nvml import GpuMonitor
 
 DIRECTIONS = {LOAD: "load", STORE: "store"}
 PATHS = ("posix direct", "posix buffered")  # Store.io_mode
@@ -130,6 +135,14 @@ READ = (
     _counter(
         "kvxfer_io_steps_down_total", "Ways that did not work when such an engine started.", "rungs", reason=REASONS
     ),
+    _counter(
+        "kvxfer_copies_total",
+        "Batches of chunks between pages of a device and pinned memory, by copy engine: pack (one large copy), zero "
+        "(kernels reach the pinned memory).",
+        "batches",
+        direction=_BOTH,
+        engine=COPY_ENGINES,
+    ),
     _gauge("kvxfer_threads", "I/O threads in service.", "threads"),
     _gauge("kvxfer_busy_threads", "Of these, those that run a chunk.", "threads"),
     _gauge("kvxfer_lost_threads", "Threads in calls that were given up and have not returned.", "threads"),
@@ -231,15 +244,15 @@ class Metrics:
         return sum(found[:-1]) if isinstance(found, tuple) else found
 
 
-def render_metrics(*metrics: Metrics) -> str:
-    """What engines of this process tell, in the text format of Prometheus.
+def render_metrics(*metrics: Metrics, gpus: GpuMonitor | None = None) -> str:
+    """What engines of this process tell, in the text format of Prometheus, and the last that `gpus` has seen.
 
     Engines add up, gauges too: `kvxfer_breaker_state` says how many of them have their breaker in a state. A store that
     several of them share counts once, as the last of them saw it.
     """
     values = add_up(each.engine for each in metrics)
     values |= add_up({each.store_id: each.store for each in metrics}.values())
-    return expose(SERIES, values) if metrics else ""
+    return (expose(SERIES, values) if metrics else "") + ("" if gpus is None else gpus.render())
 
 
 class Observer:
@@ -345,6 +358,8 @@ def engine_values(
         state, opened = breakers[direction]
         values["kvxfer_queued_chunks", (name,)] = queued_chunks[direction]
         values["kvxfer_breaker_opened_total", (name,)] = opened
+        for engine in COPY_ENGINES:
+            values["kvxfer_copies_total", (name, engine)] = stats.get(f"copies_{name}_{engine}", 0)
         for each in BreakerState:
             values["kvxfer_breaker_state", (name, each.value)] = int(state is each)
     return values

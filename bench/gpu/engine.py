@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from bench.engine import JOB_CHUNKS, size_text, temporary_folder
 from bench.gpu.ceilings import FROM_HOST, TO_HOST
 from bench.gpu.lane import add
-from bench.gpu.sections import Skip, Work
+from bench.gpu.sections import Work
 from bench.gpu.settings import Settings
 from bench.pools import POISON, shuffled
 from kvxfer.config import EngineConfig, StoreConfig, slab_cost
@@ -111,6 +110,15 @@ class Run:
         """What the latest store left."""
         return self._moved(self.engine.submit_load, self.pool.target)
 
+    @property
+    def way(self) -> dict[str, int]:
+        """The way to the drive, and the copy engines, that were taken; none of pages in host memory."""
+        return {
+            name: count
+            for name, count in self.engine.stats().items()
+            if count and name.startswith(("rung_", "copies_"))
+        }
+
     def _moved(self, submit: Any, ids: NDArray[np.int64]) -> str | None:
         jobs: list[int] = []
         for start in range(0, self.chunks, JOB_CHUNKS):
@@ -133,8 +141,6 @@ def _complete(results: Sequence[Any], jobs: int, nbytes: int) -> str | None:
 def run(work: Work) -> None:
     """A store and a load of every chunk in turns: each load is of what the store before it left, and is compared."""
     settings: Settings = work.common.settings
-    if settings.device != "cpu" and find_spec("kvxfer.device.runner") is None:
-        raise Skip("this version moves no pages of a device: there is no kvxfer.device.runner")
     kind = filesystem_type(settings.directory)
     with temporary_folder(settings.directory) as folder, ExitStack() as stack:
         trip = Run(stack, folder, settings)
@@ -157,4 +163,5 @@ def run(work: Work) -> None:
                 if number:  # the first is the warm-up
                     times[what].append(took)
         for what, of in (("store", TO_HOST), ("load", FROM_HOST)):
-            add(work, f"{what} {name}", "engine", trip.nbytes, statistics.median(times[what]), of=of)
+            took = statistics.median(times[what])
+            add(work, f"{what} {name}", "engine", trip.nbytes, took, of=of, more=trip.way)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from bench.gpu.report import Row
 from bench.gpu.sections import Work
@@ -64,6 +65,7 @@ def add(
     of: str = "",
     bar: float | None = None,
     keep: str = "",
+    more: Mapping[str, Any] | None = None,
 ) -> Row:
     """A row of a time."""
     speed = nbytes / seconds / 1e9
@@ -72,5 +74,5 @@ def add(
     known = work.numbers.get(of)
     return work.add(
         case, impl, GBps=speed, ms=seconds * 1e3, percent=None if known is None else 100 * speed / known,
-        of=of if known is not None else "", bar=bar, more={"payload_bytes": nbytes},
+        of=of if known is not None else "", bar=bar, more={"payload_bytes": nbytes, **(more or {})},
     )  # fmt: skip

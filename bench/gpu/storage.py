@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-from bench.gpu.sections import Skip, Work
+from bench.gpu.sections import Work
 from bench.gpu.settings import Settings
+from kvxfer.io.ladder import climb_here
 
 __all__ = ["run"]
 
@@ -14,9 +14,5 @@ __all__ = ["run"]
 def run(work: Work) -> None:
     """One row: the rung, and why not a higher one. (A rung holds where bytes were written, read back and compared.)"""
     settings: Settings = work.common.settings
-    try:
-        ladder = import_module("kvxfer.io.ladder")
-    except ImportError as exc:
-        raise Skip(f"kvxfer.io.ladder: {exc}") from exc
-    found: dict[str, Any] = ladder.climb_here(settings.directory).as_json()
+    found: dict[str, Any] = climb_here(settings.directory).as_json()
     work.add(f"ladder of {settings.directory}", str(found["rung"]), more=found)

@@ -26,13 +26,16 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from kvxfer.device import calibration_cache as cache
-from kvxfer.device.calibration_cache import DIRECTIONS, ENGINES, Identity, Kept, Point
+from kvxfer.device.calibration_cache import DIRECTIONS, ENGINES, PACK, ZERO, Identity, Kept, Point
 from kvxfer.errors import ConfigError, DeviceError
 
 __all__ = [
+    "AUTO",
     "BUDGET_S",
     "DIRECTIONS",
     "ENGINES",
+    "PACK",
+    "ZERO",
     "Bench",
     "Calibration",
     "Identity",
@@ -116,7 +119,7 @@ class Calibration:
 
     Raises:
         ConfigError: an engine was asked for that cannot be used here.
-        DeviceError: every engine moved wrong bytes.
+        WrongBytes: it, or every engine, moved wrong bytes.
     """
 
     engines: tuple[str, ...]  # that can be used here, in ENGINES' order
@@ -136,10 +139,10 @@ class Calibration:
                     f"{', '.join(self.engines) or 'none'} can"
                 )
             if engine in self.wrong:
-                raise DeviceError(f"the copy engine {engine!r} moves wrong bytes here: {self.wrong[engine]}")
+                raise WrongBytes(f"the copy engine {engine!r} moves wrong bytes here: {self.wrong[engine]}")
         if not self.usable:
             said = "; ".join(f"{engine}: {why}" for engine, why in self.wrong.items())
-            raise DeviceError(f"no copy engine moves the right bytes here: {said or 'there is none'}")
+            raise WrongBytes(f"no copy engine moves the right bytes here: {said or 'there is none'}")
         best: dict[str, dict[int, dict[int, str]]] = {direction: {} for direction in DIRECTIONS}
         for point, measured in self.seconds.items():
             if (best_one := self._fastest(measured)) is not None:
@@ -150,6 +153,10 @@ class Calibration:
     def usable(self) -> tuple[str, ...]:
         """Engines that can be used and moved no wrong bytes."""
         return tuple(engine for engine in self.engines if engine not in self.wrong)
+
+    def knows(self, direction: str) -> bool:
+        """Whether `choose` answers by what was asked for or measured."""
+        return self.asked[direction] != AUTO or bool(self._best[direction])
 
     def choose(self, direction: str, fragment_bytes: int, fragments: int) -> str:
         """The engine for so many `fragments` of that size: that of the nearest point which was measured.
@@ -218,7 +225,7 @@ def obtain(
 
     Raises:
         ConfigError: an engine was asked for that is unknown or cannot be used here.
-        DeviceError: every engine that could be used moves wrong bytes.
+        WrongBytes: the engine that was asked for, or every one that could be used, moves wrong bytes.
     """
     asked = wanted(config)
     usable = tuple(engine for engine in ENGINES if engine in engines)

@@ -17,9 +17,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["DIRECTIONS", "ENGINES", "Identity", "Kept", "Point", "path_of", "read", "user_folder", "write"]
+__all__ = [
+    "BATCH",
+    "DIRECTIONS",
+    "ENGINES",
+    "PACK",
+    "ZERO",
+    "Identity",
+    "Kept",
+    "Point",
+    "path_of",
+    "read",
+    "user_folder",
+    "write",
+]
 
-ENGINES = ("pack", "zero", "batch")  # of equals the first is taken
+PACK, ZERO, BATCH = ENGINES = ("pack", "zero", "batch")  # of equals the first is taken
 DIRECTIONS = ("store", "load")
 FORMAT = 1
 MOST_FILE_BYTES = 1 << 20

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.device.base import Event
+from kvxfer.device.base import Buffer, Event
 from kvxfer.device.bays import Bay
+from kvxfer.device.calibration import PACK, ZERO
 from kvxfer.device.form import Form
 from kvxfer.errors import DeviceError
 from kvxfer.io.ladder import Rung
@@ -29,6 +30,15 @@ class Batch:
     block_ids: NDArray[np.int64]  # [chunks, blocks_per_chunk] of the pages; -1: the chunk has none, or it isn't wanted
     digest: bytes  # of the namespace, 32 bytes
     deadline_ns: int = 0  # loads: time.monotonic_ns() at which it lands with what has arrived; 0: none
+    engine: str = PACK  # PACK: pages <-> bay.device, which the carrier takes from there; ZERO: pages <-> bay.host
+
+    @property
+    def memory(self) -> Buffer:
+        """Where it is gathered to and scattered from."""
+        if self.engine != ZERO:
+            return self.bay.device
+        assert self.bay.host is not None  # Carrier.engine
+        return self.bay.host
 
     @property
     def chunks(self) -> int:
@@ -77,9 +87,13 @@ class Carrier(ABC):
             DeviceError
         """
 
+    def engine(self, direction: int, bay: Bay, form: Form, blocks: int) -> str:
+        """Which copy engine a batch of so many blocks in this bay takes: see Batch. Returns at once."""
+        return PACK
+
     @abstractmethod
     def begin_store(self, batch: Batch, filled: Event) -> None:
-        """Write the batch once `filled` is done: from then on its bay (`sums` too) has what was gathered.
+        """Write the batch once `filled` is done: from then on batch.memory (and `sums`) has what was gathered.
 
         Raises:
             DeviceError: work on the device may be under way; the batch does not land.
@@ -96,7 +110,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def bring(self, batch: Batch) -> Event | None:
-        """Of a load that has landed: have its OK chunks put into the bay's device memory.
+        """Of a load that has landed: have its OK chunks put into batch.memory.
 
         Chunks that failed may bring any bytes with them. The event is done when they are there; None: they are.
 

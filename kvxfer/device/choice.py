@@ -9,6 +9,7 @@ from kvxfer.config import EngineConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.device.base import Device
 from kvxfer.device.carrier import Carrier
+from kvxfer.device.engines import calibrated
 from kvxfer.device.gds_carrier import DeviceTrial, GdsCarrier, backend_for
 from kvxfer.device.host_carrier import HostCarrier
 from kvxfer.device.runner import DeviceRunner
@@ -32,12 +33,14 @@ def runner_over(
         root: of the store.
 
     Raises:
-        ConfigError: staging_bytes holds no buffer for such a slot, or what `config.gds` wants does not work.
+        ConfigError: staging_bytes holds no buffer for such a slot, or what `config.gds` wants does not work, or
+            KVXFER_COPY_ENGINE names none of host_carrier.ENGINES.
         LayoutError: the pages are on several devices, or not on `device`.
         DeviceMemoryError: the device has no memory for one bay.
+        WrongBytes: the copy engine that is wanted, or every one, moves wrong bytes on this device.
         DeviceError
     """
-    device, memory = device or _device_of(pages), in_memory(root)
+    device, memory = device or _device_of(pages, config.programs), in_memory(root)
     if device is None:
         return runner_of(config, slot, memory=memory)
     carrier, limit = _carrier(device, config, slot, root, memory)
@@ -56,7 +59,8 @@ def _carrier(device: Device, config: EngineConfig, slot: SlotLayout, root: Path,
     elif device.label.startswith("cuda"):
         rung = climb(root, DeviceTrial(device), want=config.gds)
     if rung is None or (backend := backend_for(rung, config)) is None:
-        host = HostCarrier(device, config, slot, memory=memory)
+        choose = calibrated(device.label, config.copy_engine).choose
+        host = HostCarrier(device, config, slot, memory=memory, choose=choose)
         host.rung = rung
         return host, host.staging_limit
     carrier = GdsCarrier(device, backend, config)
@@ -64,7 +68,7 @@ def _carrier(device: Device, config: EngineConfig, slot: SlotLayout, root: Path,
     return carrier, 0
 
 
-def _device_of(pages: Sequence[KVPages]) -> Device | None:
+def _device_of(pages: Sequence[KVPages], programs: int | None) -> Device | None:
     """The device of these pages; None for host memory."""
     labels = {str(getattr(mine, "device", "cpu")) for mine in pages}
     if labels == {"cpu"}:
@@ -73,4 +77,4 @@ def _device_of(pages: Sequence[KVPages]) -> Device | None:
         raise LayoutError(f"the pages of one engine are on several devices: {sorted(labels)}")
     from kvxfer.device.torch_device import TorchDevice  # takes torch, which is there if its tensors are
 
-    return TorchDevice(labels.pop())
+    return TorchDevice(labels.pop(), programs=programs)

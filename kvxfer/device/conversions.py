@@ -38,14 +38,14 @@ class Conversions:
         if job.after is not None:
             device.wait(stream, job.after)
         self._put_ids(bay, batch.block_ids)
-        form = batch.form
+        form, to = batch.form, batch.memory
         for part in form.gathers:
             pages, mapping = job.parts[part], form.mappings[part]
-            device.gather(stream, pages, mapping, bay.device_ids, batch.chunks, bay.device, form.chunk_bytes, bay.sums)
+            device.gather(stream, pages, mapping, bay.device_ids, batch.chunks, to, form.chunk_bytes, bay.sums)
         flight.event, flight.since = device.record(stream), self._clock()
 
     def scatter(self, flight: Flight, brought: Event | None) -> None:
-        """Queues: what is brought into the bay, what the caller queued, block ids -> scatter -> the flight's event."""
+        """Queues: what is brought, what the caller queued, block ids -> scatter -> the flight's event."""
         device, stream, job, batch, bay = self._device, self._stream, flight.job, flight.batch, flight.batch.bay
         if brought is not None:
             device.wait(stream, brought)
@@ -53,9 +53,9 @@ class Conversions:
             device.wait(stream, job.after)
         assert flight.good is not None  # it has landed
         self._put_ids(bay, np.where((flight.good == Status.OK)[:, None], batch.block_ids, -1))
-        form = batch.form
+        form, of = batch.form, batch.memory
         for pages, mapping in zip(job.parts, form.mappings, strict=True):
-            device.scatter(stream, pages, mapping, bay.device_ids, batch.chunks, bay.device, form.chunk_bytes)
+            device.scatter(stream, pages, mapping, bay.device_ids, batch.chunks, of, form.chunk_bytes)
         flight.event, flight.since = device.record(stream), self._clock()
 
     def record(self) -> Event:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from kvxfer.geometry import KVGeometry, ShardSpec
 from kvxfer.layout import PageLayout, kvx1_mapping
 from kvxfer.mapping import CanonicalMapping
 
-__all__ = ["CopyBench", "Lane", "Workload", "engines_of", "identity_of", "measure_here"]
+__all__ = ["CopyBench", "Lane", "Workload", "engines_of", "identity_of", "measure_here", "obtain_here"]
 
 POISON = 0xA5
 HEADS, PLANES, TOKENS = 2, 2, 4
@@ -167,9 +167,7 @@ class CopyBench:
 
     def close(self) -> None:
         """Gives its memory back."""
-        self.work = self.host = self.stage = self._made = None
-        if self.lane.on_device:
-            torch.cuda.empty_cache()
+        self.work = self.host = self.stage = self._made = None  # to torch: freeing device memory breaks graph captures
 
     def timed(self, engine: str, direction: str, fragment_bytes: int, fragments: int) -> float:
         """See `calibration.Bench`."""
@@ -297,13 +295,33 @@ def measure_here(budget_s: float = BUDGET_S, index: int = 0) -> dict[str, object
     Raises:
         DeviceError: no CUDA device answers, or torch does not see it.
     """
-    device = probe.cuda()
-    if not device.ok:
-        raise DeviceError(f"no CUDA device: {device.why}")
-    if not torch.cuda.is_available():
-        raise DeviceError(f"torch {torch.__version__} does not see the device")
+    device = _answering()
     engines, cuda, why = engines_of(device)
     identity = identity_of(device, index)
     found: Calibration = obtain(lambda: CopyBench(f"cuda:{index}", cuda), identity, engines, budget_s=budget_s)
     shown = found.as_json()
     return shown | {"device": identity.device, "notes": [*shown["notes"], *([why] if why else [])]}
+
+
+def obtain_here(
+    index: int, engines: Sequence[str], asked: Mapping[str, str], budget_s: float = BUDGET_S
+) -> Calibration:
+    """`calibration.obtain` on device `index`, of these engines, none of which is "batch".
+
+    Raises:
+        ConfigError, WrongBytes: see `obtain`.
+        DeviceError: no CUDA device answers, or torch does not see it.
+    """
+    device = _answering()
+    return obtain(
+        lambda: CopyBench(f"cuda:{index}"), identity_of(device, index), engines, config=asked, budget_s=budget_s
+    )
+
+
+def _answering() -> probe.Probe:
+    device = probe.cuda()
+    if not device.ok:
+        raise DeviceError(f"no CUDA device: {device.why}")
+    if not torch.cuda.is_available():
+        raise DeviceError(f"torch {torch.__version__} does not see the device")
+    return device

@@ -268,14 +268,16 @@ class Flights:
                 return None
             job = self._queue[direction][0]
             first, count = job.take(self._most(job, bay))
+            ids = job.block_ids[first : first + count]
             batch = Batch(
                 direction,
                 bay,
                 job.form,
                 job.records[first * _RECORD : (first + count) * _RECORD],
-                job.block_ids[first : first + count],
+                ids,
                 job.digest,
                 job.lands_ns(LANDING_NS),
+                self._carrier.engine(direction, bay, job.form, int((ids >= 0).sum())),
             )
             flight = self._flights[batch] = Flight(job, batch, first)
             flight.carried = True

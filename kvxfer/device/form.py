@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,6 +27,15 @@ class Form:
     sources: tuple[CanonicalMapping, ...]  # of the ranks, to `slot`
     mappings: tuple[CanonicalMapping, ...]  # the same to `packed`: what a device is given
     gathers: tuple[int, ...]  # ranks to gather, in this order: a segment that several hold is the first one's
+    block_fragments: int = field(init=False)  # of all ranks, that a block is in
+    fragment_bytes: int = field(init=False)  # of each of these, on average
+
+    def __post_init__(self) -> None:
+        runs = np.concatenate([mapping.runs for mapping in self.mappings])
+        fragments = int(runs["num_fragments"].sum())
+        nbytes = int((runs["num_fragments"] * runs["fragment_size"]).sum())
+        object.__setattr__(self, "block_fragments", fragments)
+        object.__setattr__(self, "fragment_bytes", max(1, nbytes // fragments))
 
     @property
     def chunk_bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvxfer.convert.native import mapping_handle
 from kvxfer.convert.pages import KVPages
 from kvxfer.device.base import Buffer, Device, Event
 from kvxfer.device.bays import Bay
+from kvxfer.device.calibration import PACK, ZERO
 from kvxfer.device.carrier import Batch, Carrier, Landing, all_failed
 from kvxfer.device.form import Form
 from kvxfer.device.job import LivedTime
@@ -27,12 +29,16 @@ from kvxfer.mapping import RUN_DTYPE, CanonicalMapping, LocalTensor
 from kvxfer.report import engine_reporter
 from kvxfer.slot import SlotLayout
 
-__all__ = ["HostCarrier"]
+__all__ = ["ENGINES", "HostCarrier"]
+
+# Of those that a calibration knows. Not "batch": its fragments would have to be listed for each batch, by the host.
+ENGINES = (PACK, ZERO)
+_NAMES = {STORE: "store", LOAD: "load"}
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A store on its way from device memory to host memory."""
+    """A store on its way to host memory: by a copy from the bay, or (zero) by the gather itself."""
 
     down: Event
     since: float
@@ -49,13 +55,25 @@ class HostCarrier(Carrier):
     Args:
         slot: of the chunks that it will move.
         memory: whether files are pages of memory.
+        choose: which of ENGINES takes a batch, by direction ("store", "load"), bytes of a fragment and number of these;
+            asked for each. None: always PACK. So it is, whatever is chosen, of bays whose host memory is not pinned.
 
     Raises:
         ConfigError: staging_bytes holds no buffer for such a slot.
         DeviceError
     """
 
-    def __init__(self, device: Device, config: EngineConfig, slot: SlotLayout, *, memory: bool) -> None:
+    def __init__(
+        self,
+        device: Device,
+        config: EngineConfig,
+        slot: SlotLayout,
+        *,
+        memory: bool,
+        choose: Callable[[str, int, int], str] | None = None,
+    ) -> None:
+        self._choose = choose
+        self._copied: Counter[tuple[int, str]] = Counter()  # batches, by direction and engine
         self._device, self._timeout, self._clock = device, config.io_timeout_s, LivedTime(config.io_timeout_s / 8)
         self._up, self._down = device.stream(), device.stream()  # a card has an engine for each way
         self._straight = config.rows != "staged"
@@ -84,8 +102,18 @@ class HostCarrier(Carrier):
             raise
         return Bay(number, nbytes, *made)
 
+    def engine(self, direction: int, bay: Bay, form: Form, blocks: int) -> str:
+        """As `choose` has it."""
+        if self._choose is None or not _twin(bay).pinned:  # no kernel reaches memory that is not
+            return PACK
+        return self._choose(_NAMES[direction], form.fragment_bytes, blocks * form.block_fragments)
+
     def begin_store(self, batch: Batch, filled: Event) -> None:
-        """One large copy to the twin, then a native job."""
+        """One large copy to the twin, unless it was gathered there, then a native job."""
+        self._copied[batch.direction, batch.engine] += 1
+        if batch.engine == ZERO:
+            self._copies[batch] = _Copy(filled, self._clock())
+            return
         host = _twin(batch.bay)
         self._device.wait(self._down, filled)
         self._device.copy(self._down, host, 0, batch.bay.device, 0, batch.chunks * batch.form.chunk_bytes)
@@ -95,8 +123,11 @@ class HostCarrier(Carrier):
         """A native job."""
         self._fly(batch)
 
-    def bring(self, batch: Batch) -> Event:
-        """One large copy from the twin."""
+    def bring(self, batch: Batch) -> Event | None:
+        """One large copy from the twin, unless it is scattered from there."""
+        self._copied[batch.direction, batch.engine] += 1
+        if batch.engine == ZERO:
+            return None
         host = _twin(batch.bay)
         self._device.copy(self._up, batch.bay.device, 0, host, 0, batch.chunks * batch.form.chunk_bytes)
         return self._device.record(self._up)
@@ -129,14 +160,19 @@ class HostCarrier(Carrier):
         return returned
 
     def forsake(self) -> list[Batch]:
-        """What is being copied to the twin."""
+        """What is on its way to the twin."""
         forsaken = list(self._copies)
         self._copies.clear()
         return forsaken
 
     def stats(self) -> dict[str, int]:
-        """The native runner's."""
-        return self._runner.stats()
+        """The native runner's, and batches by direction and copy engine."""
+        copied = {
+            f"copies_{name}_{engine}": self._copied[direction, engine]
+            for direction, name in _NAMES.items()
+            for engine in ENGINES
+        }
+        return self._runner.stats() | copied
 
     def shutdown(self, timeout_s: float) -> int:
         """See Carrier."""
@@ -149,7 +185,7 @@ class HostCarrier(Carrier):
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _look(self, batch: Batch) -> Landing | None:
-        """At a copy under way: what it copied goes on to the drive."""
+        """At what is on its way to the twin: when it is there it goes on to the drive."""
         copy = self._copies[batch]
         try:
             done = copy.down.done()

@@ -17,19 +17,11 @@ from numpy.typing import NDArray
 
 from kvxfer.convert.pages import KVPages
 from kvxfer.device.base import Buffer, Device, Event, Stream
+from kvxfer.device.pinned import PinnedMemory, pinning_on
 from kvxfer.errors import ConfigError, DeviceError, DeviceMemoryError, LayoutError
 from kvxfer.mapping import CanonicalMapping
 
-__all__ = ["TorchDevice", "pin", "torch_errors"]
-
-
-def pin(nbytes: int) -> Any:
-    """uint8 [nbytes] of pinned host memory as a tensor.
-
-    Raises:
-        RuntimeError: the system does not give it; says why.
-    """
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+__all__ = ["TorchDevice", "torch_errors"]
 
 
 class _Stream(Stream):
@@ -48,11 +40,20 @@ class _Event(Event):
 
 
 class _Buffer(Buffer):
-    def __init__(self, memory: Any, nbytes: int, alignment: int, on_device: bool, why: str = "") -> None:
+    def __init__(
+        self,
+        memory: Any,
+        nbytes: int,
+        alignment: int,
+        on_device: bool,
+        why: str = "",
+        pinned: PinnedMemory | None = None,
+    ) -> None:
         start = -int(memory.data_ptr()) % alignment
         self.tensor: Any = memory[start : start + nbytes]
         self.address, self.nbytes, self.on_device = int(self.tensor.data_ptr()), nbytes, on_device
         self.pinned, self.why = not on_device and not why, why
+        self._start, self._pinned = start, pinned
 
     def host(self) -> NDArray[np.uint8]:
         """[nbytes], the very memory."""
@@ -61,9 +62,17 @@ class _Buffer(Buffer):
         array: NDArray[np.uint8] = self.tensor.numpy()
         return array
 
+    def in_one_copy(self, offset: int) -> int:
+        """Bytes from there on that one copy may have: none crosses two pieces that were pinned by themselves."""
+        if self._pinned is None:
+            return self.nbytes
+        return self._pinned.piece_bytes - (self._start + offset) % self._pinned.piece_bytes
+
     def free(self) -> None:
-        """Back to torch's allocator."""
+        """Back to torch's allocator, or unpinned and unmapped."""
         self.tensor = None
+        if self._pinned is not None:
+            self._pinned.free()
 
 
 class TorchDevice(Device):
@@ -91,6 +100,7 @@ class TorchDevice(Device):
             self._device = torch.device("cuda", index)
             self.label, self.name = f"cuda:{index}", str(torch.cuda.get_device_name(index))
         self.programs = programs
+        self._pinning = pinning_on(index)
         self._launch = importlib.import_module("kvxfer.convert.launch")  # takes Triton
 
     def mark(self) -> Event:
@@ -122,10 +132,12 @@ class TorchDevice(Device):
         return _Buffer(memory, nbytes, alignment, True)
 
     def host_buffer(self, nbytes: int, alignment: int = 4096) -> Buffer:
-        """By `pin`, else ordinary."""
+        """Pinned by libkvx_cuda where that is there, else by torch's allocator; else ordinary."""
         why = ""
+        if self._pinning is not None and (mine := self._pinning(nbytes, alignment)) is not None:
+            return _Buffer(torch.from_numpy(mine.array), nbytes, alignment, False, pinned=mine)
         try:
-            memory = _aligned(pin, nbytes, alignment)
+            memory = _aligned(lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True), nbytes, alignment)
         except RuntimeError as exc:
             why = _first_line(exc)
             memory = _aligned(lambda n: torch.empty(n, dtype=torch.uint8), nbytes, alignment)
@@ -134,11 +146,15 @@ class TorchDevice(Device):
     def copy(
         self, stream: Stream, target: Buffer, target_offset: int, source: Buffer, source_offset: int, nbytes: int
     ) -> None:
-        """cudaMemcpyAsync."""
-        to = _tensor(target)[target_offset : target_offset + nbytes]
-        of = _tensor(source)[source_offset : source_offset + nbytes]
+        """cudaMemcpyAsync; several where host memory was pinned in pieces."""
+        to, of, done = _tensor(target), _tensor(source), 0
+        assert isinstance(target, _Buffer) and isinstance(source, _Buffer)
         with torch_errors(), torch.cuda.stream(_of(stream)):
-            to.copy_(of, non_blocking=True)
+            while done < nbytes:
+                at, whence = target_offset + done, source_offset + done
+                size = min(nbytes - done, target.in_one_copy(at), source.in_one_copy(whence))
+                to[at : at + size].copy_(of[whence : whence + size], non_blocking=True)
+                done += size
 
     def gather(
         self,

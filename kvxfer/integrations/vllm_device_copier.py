@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvxfer.device.calibration import Calibration
+from kvxfer.device.engines import calibrated
 from kvxfer.errors import DeviceError, EngineClosed, ForkError
 from kvxfer.integrations.vllm_copier import EXIT_S, MOST_PASSED, Done, RowJob
-from kvxfer.integrations.vllm_engines import DevicePlan, RowEngine, Staging, Work, choose, whole_span
+from kvxfer.integrations.vllm_engines import AUTO, DevicePlan, RowEngine, Staging, Work, choose, whole_span
 from kvxfer.integrations.vllm_rows import Parts
 from kvxfer.report import engine_reporter
 
@@ -223,21 +225,29 @@ def open_device_copier(parts: Parts, *, how: str, programs: int | None) -> Devic
 
     device = next(tensor.device for mine in parts.tensors for tensor in mine)
     plan = DeviceRowPlan(parts.groups, parts.tensors, parts.memory)
-    return copier_over(plan, parts, TorchRowDevice(device), how=how, programs=programs)
+    known = calibrated(str(device)) if how == AUTO else None
+    return copier_over(plan, parts, TorchRowDevice(device), how=how, programs=programs, known=known)
 
 
 def copier_over(
-    plan: DevicePlan, parts: Parts, device: RowDevice, *, how: str, programs: int | None
+    plan: DevicePlan,
+    parts: Parts,
+    device: RowDevice,
+    *,
+    how: str,
+    programs: int | None,
+    known: Calibration | None = None,
 ) -> DeviceRowCopier:
     """`open_device_copier`, over a plan of these parts and a device that are given."""
     spans = [whole_span(group) for group in parts.groups]
-    packed = [span if use else None for span, use in zip(spans, choose(how, spans), strict=True)]
+    stores, loads = (choose(how, parts.groups, spans, direction, known) for direction in ("store", "load"))
     row_bytes, most = int(parts.rows.shape[1]), parts.memory.num_rows
-    staging: list[Staging | None] = [None, None]
-    if any(packed):
-        staging = [Staging.make(device.allocate, parts.memory, row_bytes, most) for _ in staging]
-    _warm(plan, parts, staging[0] or Staging.make(device.allocate, parts.memory, row_bytes, 1))
-    return DeviceRowCopier(RowEngine(plan, parts, packed, programs), device, (staging[0], staging[1]))
+    staging: list[Staging | None] = [
+        Staging.make(device.allocate, parts.memory, row_bytes, most) if any(packed) else None
+        for packed in (stores, loads)
+    ]
+    _warm(plan, parts, staging[0] or staging[1] or Staging.make(device.allocate, parts.memory, row_bytes, 1))
+    return DeviceRowCopier(RowEngine(plan, parts, (loads, stores), programs), device, (staging[0], staging[1]))
 
 
 def _warm(plan: DevicePlan, parts: Parts, staging: Staging | None) -> None:

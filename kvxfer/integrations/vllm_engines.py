@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.convert.native_rows import RowMemory
+from kvxfer.device.calibration import Calibration
 from kvxfer.errors import ConfigError, DeviceMemoryError
 from kvxfer.integrations.vllm_copier import RowJob
 from kvxfer.integrations.vllm_rows import Parts
@@ -34,6 +35,7 @@ STAGING_BYTES = 32 << 20  # of each direction: about a millisecond of a bus
 ZERO_PROGRAMS = 32  # of 8 KiB under way each: more than a bus holds, and most processors stay the model's; not measured
 
 Ids = NDArray[np.int64]
+Span = tuple[int, int] | None  # bytes of a row, from and to
 Work = Callable[[], int]  # puts something onto the current stream; returns the bytes of pages that it moves
 
 
@@ -113,10 +115,15 @@ def whole_span(group: RowMapping) -> tuple[int, int] | None:
     return (int(start[0]), int(end[-1])) if np.array_equal(start[1:], end[:-1]) else None
 
 
-def choose(how: str, spans: Sequence[tuple[int, int] | None]) -> list[bool]:
-    """Which groups are packed: by what is known of the device, which is nothing but a guess so far.
+def choose(
+    how: str, groups: Sequence[RowMapping], spans: Sequence[Span], direction: str, known: Calibration | None = None
+) -> list[Span]:
+    """Which groups are packed in a direction ("store", "load"), and where these lie in a row.
 
-    This is the place for what a calibration of the device says.
+    Args:
+        how: one of ENGINES. AUTO: as `known` has it for the fragments of a chunk, or where nothing was measured by a
+            guess: what is large.
+        spans: of each group `whole_span`.
 
     Raises:
         ConfigError: "pack" where a group's part of a row is in pieces.
@@ -126,8 +133,24 @@ def choose(how: str, spans: Sequence[tuple[int, int] | None]) -> list[bool]:
             f"kvxfer_copy_engine={how!r}: of group {pieces[0]} a rank's part of a row is in several pieces, or another "
             "rank's turn to write (as canonical rows are with tensor parallelism): use 'auto' or 'zero'"
         )
-    least = {PACK: 0, ZERO: None, AUTO: LEAST_COPY}[how]
-    return [least is not None and span is not None and span[1] - span[0] >= least for span in spans]
+    if how == ZERO:
+        return [None] * len(spans)
+    if how == PACK:
+        return list(spans)
+    if known is None or not known.knows(direction):
+        return [span if span is not None and span[1] - span[0] >= LEAST_COPY else None for span in spans]
+    return [
+        span if known.choose(direction, *_fragments(group)) == PACK else None
+        for group, span in zip(groups, spans, strict=True)
+    ]
+
+
+def _fragments(group: RowMapping) -> tuple[int, int]:
+    """Of one chunk on this rank: bytes of a fragment, on average, and how many there are."""
+    runs = [run for cell in group.cells for run in cell.page.runs]
+    count = sum(run.num_fragments for run in runs)
+    nbytes = sum(run.num_fragments * run.fragment_size for run in runs)
+    return max(1, nbytes // max(1, count)), count * group.blocks_per_chunk
 
 
 @dataclass(slots=True)
@@ -136,13 +159,13 @@ class RowEngine:
 
     Args:
         plan: the engine's own from now on.
-        packed: of each group, where a whole chunk of it lies in a row, if it is to be packed.
+        packed: of each group, where a whole chunk of it lies in a row, if it is to be packed: (in loads, in stores).
         programs: of every launch, at most; None: as many as suit.
     """
 
     plan: DevicePlan
     parts: Parts | None
-    packed: list[tuple[int, int] | None]
+    packed: tuple[list[Span], list[Span]]
     programs: int | None = None
     per_chunk: int = field(init=False)
 
@@ -152,19 +175,20 @@ class RowEngine:
     def work(self, job: RowJob, staging: Staging | None) -> Iterator[Work]:
         """What moves a checked job's bytes, in this order on one stream."""
         move = self.plan.gather if job.is_store else self.plan.scatter
-        group = np.repeat(np.arange(len(self.packed)), job.group_pages)
+        groups = len(job.group_pages)
+        group = np.repeat(np.arange(groups), job.group_pages)
         row = job.pages // self.per_chunk
         slot, chunks = self._whole(job, group, row) if staging else (np.full(len(row), -1), [])
         alone = slot < 0
         if alone.any():
-            ids = _chosen(job, group, alone, len(self.packed))
+            ids = _chosen(job, group, alone, groups)
             yield partial(move, *ids, programs=self.programs or ZERO_PROGRAMS)
         if staging is None:
             return
         room = staging.memory.num_rows
         for first in range(0, len(chunks), room):
             mine = (slot >= first) & (slot < first + room)
-            ids = _chosen(job, group, mine, len(self.packed))
+            ids = _chosen(job, group, mine, groups)
             places = (slot[mine] - first) * self.per_chunk + job.pages[mine] % self.per_chunk
             kernel = partial(move, *ids, rows=staging.memory, places=places, programs=self.programs)
             copies = partial(self._copy, chunks[first : first + room], staging, job.is_store)
@@ -177,7 +201,7 @@ class RowEngine:
 
     def _whole(self, job: RowJob, group: Ids, row: Ids) -> tuple[Ids, list[tuple[int, int]]]:
         """Of each page the number of its chunk among those that are packed, else -1; and those as (group, row)."""
-        packed = np.array([span is not None for span in self.packed])
+        packed = np.array([span is not None for span in self.packed[job.is_store]])
         table = np.stack([group, row, job.pages % self.per_chunk], axis=1)
         if len(np.unique(table, axis=0)) < len(table):  # a page named twice: then counts say nothing
             return np.full(len(row), -1), []
@@ -189,7 +213,7 @@ class RowEngine:
     def _copy(self, chunks: Sequence[tuple[int, int]], staging: Staging, is_store: bool) -> int:
         assert self.parts is not None
         for slot, (group, row) in enumerate(chunks):
-            span = self.packed[group]
+            span = self.packed[is_store][group]
             assert span is not None
             host, device = self.parts.rows[row, slice(*span)], staging.rows[slot, slice(*span)]
             (host if is_store else device).copy_(device if is_store else host, non_blocking=True)

@@ -48,12 +48,14 @@ class _Event(Event):
 
 
 class _Buffer(Buffer):
-    def __init__(self, device: FakeDevice, number: int, nbytes: int, alignment: int, on_device: bool) -> None:
+    def __init__(
+        self, device: FakeDevice, number: int, nbytes: int, alignment: int, on_device: bool, pinned: bool
+    ) -> None:
         memory = np.full(nbytes + alignment, FRESH, dtype=np.uint8)
         start = -memory.ctypes.data % alignment
         self.bytes = memory[start : start + nbytes]
         self.address, self.nbytes, self.on_device = int(self.bytes.ctypes.data), nbytes, on_device
-        self.pinned, self.why = not on_device, ""
+        self.pinned, self.why = pinned and not on_device, "" if pinned or on_device else "told not to"
         self._device, self.number = device, number
         self.users = 0  # pieces of work queued that touch it
         self.freed = False
@@ -76,6 +78,7 @@ class FakeDevice(Device):
         seed: of the order in which streams go on.
         memory_bytes, host_bytes: as much can be had.
         most_steps: pieces of work done at one question, at most.
+        pins: whether host memory is pinned.
 
     Attributes:
         calls: every call so far, as (name, what it was about ...): ("wait", stream, event), ("record", stream, event),
@@ -89,7 +92,13 @@ class FakeDevice(Device):
     """
 
     def __init__(
-        self, *, seed: int = 0, memory_bytes: int = 1 << 30, host_bytes: int = 1 << 30, most_steps: int = 4
+        self,
+        *,
+        seed: int = 0,
+        memory_bytes: int = 1 << 30,
+        host_bytes: int = 1 << 30,
+        most_steps: int = 4,
+        pins: bool = True,
     ) -> None:
         self.name, self.label = "Fake", "fake:0"
         self.calls: list[tuple[Any, ...]] = []
@@ -98,7 +107,7 @@ class FakeDevice(Device):
         self.lost = self.frozen = False
         self.stuck: set[str] = set()
         self.allocated = {True: 0, False: 0}  # bytes, by whether they are the device's
-        self._most_steps = most_steps
+        self._most_steps, self._pins = most_steps, pins
         self._limits = {True: memory_bytes, False: host_bytes}
         self._random = random.Random(seed)
         self._lock = threading.RLock()
@@ -262,7 +271,7 @@ class FakeDevice(Device):
                 what = f"{nbytes} bytes, {self._limits[on_device] - self.allocated[on_device]} are left"
                 raise DeviceMemoryError(what) if on_device else MemoryError(what)
             self.allocated[on_device] += nbytes
-            buffer = _Buffer(self, self._number("buffer"), nbytes, alignment, on_device)
+            buffer = _Buffer(self, self._number("buffer"), nbytes, alignment, on_device, self._pins)
             self.calls.append((op, buffer.number, nbytes))
             return buffer
 
@@ -295,7 +304,11 @@ class FakeDevice(Device):
 
     def _chunks(self, mapping: CanonicalMapping, buffer: Buffer, chunks: int, stride: int) -> NDArray[np.uint8]:
         width = mapping.slot.payload_stride
-        raw = self._usable(buffer, (chunks - 1) * stride + width).bytes
+        mine = self._usable(buffer, (chunks - 1) * stride + width)
+        if not (mine.on_device or mine.pinned):
+            self.defects.append(f"a kernel was given buffer {mine.number}, which is not pinned")
+            raise DeviceError(self.defects[-1])
+        raw = mine.bytes
         return np.lib.stride_tricks.as_strided(raw, (chunks, width), (stride, 1))
 
     def _sums(self, mapping: CanonicalMapping, buffer: Buffer, chunks: int) -> NDArray[np.uint64]:

@@ -13,8 +13,10 @@ import pytest
 from bench.gpu.report import Report, Section
 from bench.gpu.sections import Plan, Work, run_all
 from bench.gpu.settings import Settings
+from kvxfer import probe
+from kvxfer.engine import TransferEngine
 from kvxfer.geometry import KVGeometry
-from kvxfer.testing import FaultyIO
+from kvxfer.testing import FakeDevice, FaultyIO
 from tests.device.converter_double import Converter, first_byte, last_byte
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -208,29 +210,34 @@ def test_a_store_that_fails_gets_no_number(settings: Settings) -> None:
     assert not [row for row in section.rows if row.GBps is not None]
 
 
+@pytest.mark.parametrize("copies", ["pack", "zero"])
+def test_the_engine_over_a_device(settings: Settings, monkeypatch: pytest.MonkeyPatch, copies: str) -> None:
+    """A simulated one: the calls are those that are made where the pages are a GPU's."""
+    monkeypatch.setenv("KVXFER_COPY_ENGINE", copies)
+    made: list[FakeDevice] = []
+
+    def over_a_device(*args: Any, **how: Any) -> TransferEngine:
+        made.append(FakeDevice(most_steps=16))
+        return TransferEngine(*args, device=made[-1], **how)
+
+    monkeypatch.setattr(engine, "TransferEngine", over_a_device)
+    section = measured(engine.run, settings, {"H2D copy": 1.0, "D2H copy": 2.0})
+    assert (section.status, section.why) == ("ok", "")
+    assert [row.GBps is not None and row.GBps > 0 for row in section.rows] == [True, True]
+    for row in section.rows:
+        taken = {name for name in row.more if name.startswith("copies_")}
+        assert taken == {f"copies_store_{copies}", f"copies_load_{copies}"}
+    assert [device.defects for device in made] == [[]]
+
+
 def test_the_ladder_is_kept_as_it_was_found(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Rung:
-        def as_json(self) -> dict[str, Any]:
-            return {"rung": "compat", "steps": [{"reason": "driver", "why": "no nvidia-fs"}]}
-
-    class Ladder:
-        asked: list[Path] = []  # noqa: RUF012
-
-        def climb_here(self, directory: Path) -> Rung:
-            self.asked.append(directory)
-            return Rung()
-
-    monkeypatch.setattr(storage, "import_module", lambda _: Ladder())
+    """Here kvikio has no device to be asked for."""
+    monkeypatch.setattr(
+        "kvxfer.io.kvikio_door.available", lambda *_: probe.Probe(False, "no CUDA device: none", {"kind": "no_device"})
+    )
     (row,) = measured(storage.run, settings).rows
-    assert (row.impl, row.more) == ("compat", Rung().as_json())
-    assert Ladder.asked == [settings.directory]
-
-    def missing(name: str) -> None:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(storage, "import_module", missing)
-    section = measured(storage.run, settings)
-    assert (section.status, section.why) == ("skipped", "kvxfer.io.ladder: No module named 'kvxfer.io.ladder'")
+    assert row.impl == "host" and row.more["rung"] == "host"
+    assert [step["why"] for step in row.more["steps"]] == ["direct and compat off: no CUDA device: none"]
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, "ok"), (1, "failed")])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Card(Rig):
         device: Any = None,
         seed: int = 0,
         chunks_per_bay: int = 3,
+        choose: Callable[[str, int, int], str] | None = None,
         **config: Any,
     ) -> None:
         super().__init__(path, pages, threads=1)
@@ -55,7 +56,7 @@ class Card(Rig):
         self.device = device or FakeDevice(seed=seed)
         options = {"io_threads": 2, "bays": 3, "io_timeout_s": 20.0, "bay_bytes": chunks_per_bay * chunk_bytes(pages)}
         self.config = EngineConfig(**(options | config))
-        carrier = HostCarrier(self.device, self.config, self.slot, memory=False)
+        carrier = HostCarrier(self.device, self.config, self.slot, memory=False, choose=choose)
         try:
             self.runner = DeviceRunner(self.device, carrier, pages, self.config)
         except BaseException:

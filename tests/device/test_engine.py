@@ -172,18 +172,20 @@ def labelled(label: str) -> KVPages:
 def test_pages_choose_the_runner(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
-    def torch_device(label: str) -> FakeDevice:
-        made.append(label)
+    def torch_device(label: str, *, programs: int | None) -> FakeDevice:
+        made.append(f"{label} {programs}")
         return FakeDevice()
 
     module = types.SimpleNamespace(TorchDevice=torch_device)
     monkeypatch.setitem(__import__("sys").modules, "kvxfer.device.torch_device", module)
-    slot, config = labelled("cpu").mapping.slot, EngineConfig(io_threads=1, bay_bytes=1 << 20)
+    nothing = types.SimpleNamespace(gather=lambda *_: None, scatter=lambda *_: None)  # no host converter takes these
+    monkeypatch.setattr("kvxfer.testing.fake_device.native", nothing)
+    slot, config = labelled("cpu").mapping.slot, EngineConfig(io_threads=1, bay_bytes=1 << 20, programs=24)
     runner, _ = choice.runner_over(config, slot, [labelled("cpu")], None, tmp_root)
     assert isinstance(runner, JobRunner) and runner.refusal is None and runner.mark() is None and made == []
     runner.shutdown(1)
     runner, limit = choice.runner_over(config, slot, [labelled("cuda:1")], None, tmp_root)
-    assert made == ["cuda:1"] and limit > 0 and not isinstance(runner, JobRunner)
+    assert made == ["cuda:1 24"] and limit > 0 and not isinstance(runner, JobRunner)
     assert runner.shutdown(1) == 0
     with pytest.raises(LayoutError, match=r"several devices: \['cpu', 'cuda:0'\]"):
         choice.runner_over(config, slot, [labelled("cpu"), labelled("cuda:0")], None, tmp_root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ def storm(tmp_path: Path, seed: int) -> None:
     with card(tmp_path, source) as before:
         assert not before.store(source, chunks_of(1)).errors
     device = FakeDevice(seed=seed, most_steps=rng.choice((2, 4, 16)))
-    how = {"bays": rng.randint(1, 4), "chunks_per_bay": rng.randint(1, 4), "io_threads": rng.randint(1, 3)}
+    how: dict[str, Any] = {"choose": lambda *_: rng.choice(("pack", "zero"))} if seed % 2 else {}
+    how |= {"bays": rng.randint(1, 4), "chunks_per_bay": rng.randint(1, 4), "io_threads": rng.randint(1, 3)}
     with Card(tmp_path / "slots", [*source], device=device, **how) as both, FaultyIO() as io:
         disturb(rng, both, io)
         jobs = submit_all(rng, both, source, target)

@@ -280,22 +280,32 @@ def gpu() -> TorchDevice:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
+@pytest.mark.parametrize("engine", ["pack", "zero"])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
 @pytest.mark.parametrize("source, source_tp, target, target_tp", [("nhd", 1, "hnd", 4), ("hnd", 4, "nhd", 2)])
 def test_a_cache_comes_back_on_a_gpu(
-    tmp_path: Path, gpu: Any, source: str, source_tp: int, target: str, target_tp: int, blocks_per_chunk: int
+    tmp_path: Path,
+    gpu: Any,
+    source: str,
+    source_tp: int,
+    target: str,
+    target_tp: int,
+    blocks_per_chunk: int,
+    engine: str,
 ) -> None:
+    choose = lambda *_: engine  # noqa: E731
     ids = chunks_of(blocks_per_chunk, 22)
     pages = on_gpu(ranks(MODEL, source, source_tp, blocks_per_chunk, filled=True))
-    with card(tmp_path, pages, device=gpu) as writer:
+    with card(tmp_path, pages, device=gpu, choose=choose) as writer:
         assert not writer.store(pages, ids).errors
+        assert writer.runner.stats()[f"copies_store_{engine}"] > 0, "host memory could not be pinned"
         want, payload = MODEL.payloads(ids), pages[0].mapping.slot.payload_stride
         for chunk in range(len(ids)):
             assert np.array_equal(writer.bytes_of(chunk)[:payload], want[chunk]), f"slot {chunk}"
         writer.flip(3, 100)
     host = ranks(MODEL, target, target_tp, blocks_per_chunk, filled=False)
     pages = on_gpu(host)
-    with card(tmp_path, pages, device=gpu) as reader:
+    with card(tmp_path, pages, device=gpu, choose=choose) as reader:
         outcome = reader.load(pages, ids)
         assert [(error.chunk, error.status) for error in outcome.errors] == [(3, Status.BAD_SUM)]
         for mine, copy in zip(pages, host, strict=True):

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvxfer
 from kvxfer.engine import TransferEngine
 from kvxfer.errors import ConfigError
 from kvxfer.jobs import Status
 from kvxfer.metrics import Kind
+from kvxfer.nvml import GpuMonitor
 from kvxfer.observe import PATHS, SERIES, render_metrics
 from kvxfer.report import INTERVAL_S, Reporter
 from kvxfer.results import TransferResult
@@ -151,6 +153,15 @@ def test_engines_add_up_and_the_store_they_share_counts_once(tmp_root: Path) -> 
         closed = (("direction", "load"), ("state", "closed"))
         assert samples["kvxfer_breaker_state", closed] == 2
     assert render_metrics() == ""
+
+
+def test_gpus_come_along_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing asks the driver otherwise."""
+    monkeypatch.setattr("kvxfer.nvml._absent", lambda: "nvidia-ml-py is not installed")
+    with GpuMonitor() as gpus:
+        assert render_metrics(gpus=gpus) == gpus.render()
+        assert "kvxfer_gpus 0" in render_metrics(gpus=gpus)
+    assert kvxfer.GpuMonitor is GpuMonitor
 
 
 def damage(node: Node, io: FaultyIO, dice: random.Random) -> None:

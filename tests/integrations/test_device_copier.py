@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvxfer.device.calibration import Calibration, Point
 from kvxfer.errors import ConfigError, DeviceError, EngineClosed, ForkError, LayoutError
 from kvxfer.integrations import vllm_engines
 from kvxfer.integrations.vllm_copier import MOST_PASSED, RowJob
@@ -52,6 +53,7 @@ class World:
     def __init__(
         self, make: Callable[[], Caches], width: int, per_chunk: int, *, canonical: bool = False, start: int = 0,
         seed: int = 0, how: str = "auto", device: LazyDevice | None = None, programs: int | None = None,
+        known: Calibration | None = None,
     ) -> None:  # fmt: skip
         self.caches, self.want = make(), make()
         self.per_chunk, self.canonical = per_chunk, canonical
@@ -61,7 +63,7 @@ class World:
         self.parts = parts = plan_parts(self.caches, self.region, per_chunk, canonical=canonical)
         plan_parts(self.want, self.want_region, per_chunk, canonical=canonical)  # takes the views
         self.plan = LazyPlan(parts)
-        self.copier = copier_over(self.plan, parts, self.device, how=how, programs=programs)
+        self.copier = copier_over(self.plan, parts, self.device, how=how, programs=programs, known=known)
         self.warm = len(self.plan.launches)
         self.numbers = itertools.count()
         self.moved: dict[int, int] = {}  # bytes of each job, by the oracle
@@ -187,7 +189,8 @@ def test_any_order_leaves_the_bytes_that_one_after_the_other_would(
     for seed in range(8):
         monkeypatch.setattr(vllm_engines, "STAGING_BYTES", staging_rows * 400)
         both = world(case, seed=seed)
-        assert [span is not None for span in both.copier._engine.packed] == PACKS[case]
+        for packed in both.copier._engine.packed:
+            assert [span is not None for span in packed] == PACKS[case]
         rng = np.random.default_rng(seed)
         flying: dict[int, RowJob] = {}
         ended: list[Any] = []
@@ -283,7 +286,8 @@ def test_the_engine_is_chosen_by_what_a_row_has(
 ) -> None:
     monkeypatch.setattr(vllm_engines, "LEAST_COPY", least)
     both = world(case, how=how)
-    assert [span is not None for span in both.copier._engine.packed] == packed
+    for spans in both.copier._engine.packed:
+        assert [span is not None for span in spans] == packed
     groups = len(packed)
     both.submit(random_job(3, groups, 2, BLOCKS, ROWS, whole=True), store=True)
     both.settle()
@@ -293,6 +297,42 @@ def test_the_engine_is_chosen_by_what_a_row_has(
     assert {(in_staging, most) for _, _, in_staging, most in launches} == {
         (each, None if each else vllm_engines.ZERO_PROGRAMS) for each in packed
     }
+
+
+def measured(**fastest: str) -> Calibration:
+    """As if the same engine were the fastest for all fragments, by direction; of the others nothing is known."""
+    seconds = {
+        Point(direction, size, count): {engine: 1.0 if engine == best else 2.0 for engine in ("pack", "zero")}
+        for direction, best in fastest.items()
+        for size, count in ((64, 16), (4096, 4096))
+    }
+    return Calibration(engines=("pack", "zero"), seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("known", "packs"),
+    [
+        (measured(store="zero", load="zero"), ([False], [False])),
+        (measured(store="pack", load="pack"), ([True], [True])),
+        (measured(store="zero", load="pack"), ([True], [False])),
+        (measured(load="zero"), ([False], [True])),  # stores: by the rule for what was not measured
+        (measured(), ([True], [True])),
+    ],
+)
+def test_what_was_measured_decides_for_each_direction(
+    known: Calibration, packs: tuple[list[bool], list[bool]], anything_packs: None
+) -> None:
+    both = world("direct", known=known)
+    assert tuple([span is not None for span in spans] for spans in both.copier._engine.packed) == packs
+    for store in (True, False):
+        first = len(both.plan.launches)
+        both.submit(random_job(3, 1, 2, BLOCKS, ROWS, whole=True), store=store)
+        both.settle()
+        assert {in_staging for _, _, in_staging, _ in both.plan.launches[first:]} == set(packs[store])
+    assert [
+        span is not None
+        for span in world("canonical", known=measured(store="pack", load="pack")).copier._engine.packed[1]
+    ] == [False]
 
 
 @pytest.mark.parametrize("case", ["padded", "canonical", "replicated"])
