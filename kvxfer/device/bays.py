@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class Ring:
         self.bays, self.nbytes = _made(make, count, max(nbytes, least_bytes), least_bytes)
         self._free = list(self.bays)
         self._storing: set[Bay] = set()
-        self._held: set[Bay] = set()  # under writes that were given up and have not returned
+        self._held: dict[Bay, float] = {}  # under calls that were given up and have not returned; until when they may
         self.leaked: list[Bay] = []  # something may still use them: kept for good
         what = f"{len(self.bays)} of {count} bays of {self.nbytes} bytes ({nbytes} were asked for)"
         if len(self.bays) < count or self.nbytes < nbytes:
@@ -77,25 +78,27 @@ class Ring:
         return max(1, len(self.bays) - len(self.leaked) - 1)
 
     def is_stuck(self, direction: int) -> bool:
-        """Whether no bay comes back for this direction before a write that was given up has returned."""
+        """Whether no bay comes back for this direction before a call that outlived its time has returned."""
+        now = time.monotonic()
+        hung = {bay for bay, until in self._held.items() if now >= until}
         if direction == STORE and len(self._storing) >= self._most_storing:
-            return self._storing <= self._held
-        return set(self.bays) <= self._held.union(self.leaked)
+            return self._storing <= hung
+        return set(self.bays) <= hung.union(self.leaked)
 
-    def hold(self, bay: Bay) -> None:
-        """A write that was given up still reads it."""
-        self._held.add(bay)
+    def hold(self, bay: Bay, patience_s: float = 0.0) -> None:
+        """A call that was given up still uses it; one that nobody waited for any more has `patience_s` to return."""
+        self._held[bay] = time.monotonic() + patience_s
 
     def give_back(self, bay: Bay) -> None:
         """Nothing uses it any more."""
-        self._held.discard(bay)
+        self._held.pop(bay, None)
         self._storing.discard(bay)
         if bay not in self.leaked and bay not in self._free:
             self._free.append(bay)
 
     def leak(self, bay: Bay) -> None:
         """Something may use it for ever: it is not given to anybody again."""
-        self._held.discard(bay)
+        self._held.pop(bay, None)
         self._storing.discard(bay)
         if bay not in self.leaked:
             self.leaked.append(bay)

@@ -31,6 +31,7 @@ __all__ = ["Flights"]
 
 _RECORD = C.sizeof(_native.Chunk)
 LEAST_BATCH = 1 << 20  # bytes: smaller ones cost more than they overlap
+HELD_PAUSE_S = 0.002  # between two looks at bays that somebody waits for
 LANDING_NS = 10_000_000  # before a load's deadline: what the carrier has by then is still scattered
 
 
@@ -48,6 +49,7 @@ class Flights:
         self.reason = ""  # why the device counts as lost
         self.stopped = False  # nothing more begins, no gate opens
         self.hurry = False  # the device is not waited for any more
+        self.called = False  # there is something that the turn under way may not have seen
         self._device, self._carrier, self._timeout = device, carrier, config.io_timeout_s
         self._forms: dict[tuple[int, ...], Form] = {}
         self._queue: dict[int, deque[DeviceJob]] = {LOAD: deque(), STORE: deque()}  # with chunks that no batch has
@@ -76,6 +78,11 @@ class Flights:
             self._forms[key] = form_of([pages.mapping for pages in parts])  # keeps the mappings, and so their ids
         return self._forms[key]
 
+    def call(self) -> None:
+        """There is something to do for the thread, which may just be on its way to sleep."""
+        self.called = True
+        self.work.notify_all()
+
     @property
     def under_way(self) -> bool:
         """Whether there are batches that have not landed."""
@@ -97,7 +104,7 @@ class Flights:
             job.close(Status.DEVICE)
         if not self._finish(job):
             self._queue[job.direction].append(job)
-            self.work.notify_all()
+            self.call()
 
     def has_news(self, direction: int) -> bool:
         """Whether there is an outcome to take, or a late chunk."""
@@ -113,9 +120,10 @@ class Flights:
 
     def close(self, job: DeviceJob, status: Status) -> None:
         """Closes a job's gate; what has no answer gets `status`, once nobody is inside."""
-        job.close(status)
+        if job.closed is None:
+            job.close(status)
+            self.call()
         self._finish(job)
-        self.work.notify_all()
 
     def expire(self) -> None:
         """Closes the gates of loads whose deadline has passed."""
@@ -127,13 +135,13 @@ class Flights:
         """What no batch has will not be tried."""
         for direction in self._queue:
             self._drop(direction, Status.CANCELLED)
-        self.work.notify_all()
+        self.call()
 
     def stop(self) -> None:
         """Closes every gate; nothing more begins."""
         self.stopped = True
         self._close_all(Status.CANCELLED)
-        self.work.notify_all()
+        self.call()
 
     def lose(self, reason: str, exc: BaseException | None = None) -> None:
         """The device counts as lost. What was raised leaves a trace if it is a defect. Locks."""
@@ -147,7 +155,7 @@ class Flights:
             self._close_all(Status.DEVICE)
             for queue in self._queue.values():
                 queue.clear()
-            self.work.notify_all()
+            self.call()
 
     def give_up(self, reason: str) -> None:
         """The thread is in a call that does not return: all jobs end now, as if nothing more came of their batches."""
@@ -175,6 +183,8 @@ class Flights:
 
     def rest(self, most: float) -> float | None:
         """Seconds until there may be something to do though nothing is under way; None: as long as nobody calls."""
+        if self.ring.held and any(self._queue.values()):
+            return min(most, HELD_PAUSE_S)
         if self._losses or self.ring.held:
             return most
         soonest = min((job.deadline_ns for job in self._timed.values()), default=None)
@@ -336,6 +346,8 @@ class Flights:
         enters = False
         with self.lock:
             flight.held = landing.holds_bay
+            if job.closed is not None or not (status == Status.LOST).any():  # cancelled, or cut: not given up for long
+                flight.patience = self._timeout
             self._uncarry(flight)
             if landing.fault is not None:
                 flight.soiled = True
@@ -444,7 +456,7 @@ class Flights:
                 self.ring.leak(flight.batch.bay)
                 self._spoiled.append(flight)
             elif flight.held:
-                self.ring.hold(flight.batch.bay)
+                self.ring.hold(flight.batch.bay, flight.patience)
             else:
                 self.ring.give_back(flight.batch.bay)
             self._finish(flight.job)

@@ -10,6 +10,7 @@ import ctypes as C
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -60,7 +61,8 @@ class GdsBay(Bay):
         gone = self.backend.deregister(self.device.address)
         for buffer in self.buffers:
             if gone or buffer is not self.device:
-                buffer.free()
+                with suppress(DeviceError):  # as in Bay
+                    buffer.free()
 
 
 class _Stage(Enum):
@@ -108,7 +110,7 @@ class GdsCarrier(Carrier):
         self._clock = LivedTime(config.io_timeout_s / 8)
         # A load's sums must not wait behind a store's, which wait for its pages.
         self._streams: dict[int, Stream] = {STORE: device.stream(), LOAD: device.stream()}
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # not held over a call of the device, which may never return
         self._plans: dict[int, tuple[Form, SlotPlan]] = {}  # by id of the form, which is kept
         self._pages: dict[int, AlignedBuffer] = {}  # trailer pages in host memory, by bay
         self._trips: dict[Batch, _Trip] = {}
@@ -168,15 +170,16 @@ class GdsCarrier(Carrier):
     def poll(self) -> list[Landing]:
         """See Carrier."""
         landings = []
-        with self._lock:
-            for batch, trip in list(self._trips.items()):
-                try:
-                    landing = self._advance(trip)
-                except DeviceError as exc:
+        for batch, trip in list(self._trips.items()):  # only this thread puts trips there, or takes them away
+            try:
+                landing = self._advance(trip)
+            except DeviceError as exc:
+                with self._lock:
                     landing = self._ended(trip, all_failed(batch, Status.DEVICE, exc))
-                if landing is not None:
+            if landing is not None:
+                with self._lock:
                     del self._trips[batch]
-                    landings.append(landing)
+                landings.append(landing)
         return landings
 
     def late(self) -> list[tuple[Batch, int]]:
@@ -259,7 +262,12 @@ class GdsCarrier(Carrier):
     def _depart(self, trip: _Trip, sums: NDArray[np.uint64] | None) -> None:
         """Starts the transfers; `sums`: of a store."""
         batch, plan = trip.batch, trip.plan
-        pages = self._trailer_pages(batch, plan)
+        try:
+            pages = self._trailer_pages(batch, plan)
+        except (MemoryError, OSError) as exc:
+            engine_reporter.failed("carrier", "there is no memory for trailers", exc)
+            trip.close(Status.CANCELLED, drain=True)
+            return
         for chunk in range(batch.chunks):
             record = _native.Chunk.from_buffer_copy(batch.records, chunk * _RECORD)
             address = batch.bay.device.address + chunk * batch.form.chunk_bytes
@@ -283,36 +291,40 @@ class GdsCarrier(Carrier):
         return known.array[:nbytes].reshape(batch.chunks, -1)
 
     def _advance(self, trip: _Trip) -> Landing | None:
-        """As far as a trip goes without waiting; its end."""
+        """As far as a trip goes without waiting; its end. Without the lock where the device is asked."""
         batch = trip.batch
         if batch.deadline_ns and not trip.cut and batch.direction == LOAD and time.monotonic_ns() >= batch.deadline_ns:
-            trip.cut = True
-            for journey in trip.journeys:
-                journey.stop()
+            with self._lock:
+                trip.cut = True
+                for journey in trip.journeys:
+                    journey.stop()
         if trip.stage is _Stage.SUMS:
             if not self._is_done(trip):
                 return None
-            if trip.closed is not None:
-                return self._ended(trip, all_failed(batch, trip.closed))
-            trip.stage = _Stage.DRIVE
-            self._depart(trip, self._sums(trip))
+            with self._lock:
+                if trip.closed is not None:
+                    return self._ended(trip, all_failed(batch, trip.closed))
+                trip.stage = _Stage.DRIVE
+                self._depart(trip, self._sums(trip))
         if trip.stage is _Stage.DRIVE:
-            if self._waits(trip):
-                return None
-            if batch.direction == STORE or trip.closed is not None:
-                return self._land(trip)
-            trip.summed = [journey for journey in trip.journeys if journey.settle(Status.CUT) is Status.PENDING]
-            if not trip.summed:
-                return self._land(trip)
+            with self._lock:
+                if self._waits(trip):
+                    return None
+                if batch.direction == STORE or trip.closed is not None:
+                    return self._land(trip)
+                trip.summed = [journey for journey in trip.journeys if journey.settle(Status.CUT) is Status.PENDING]
+                if not trip.summed:
+                    return self._land(trip)
             self._sum(trip)
         if not self._is_done(trip):
             return None
-        if trip.closed is None:
-            sums = self._sums(trip)
-            for journey in trip.summed:
-                journey.compare(sums[journey.number])
-                self._counts["segments_verified"] += len(batch.form.segments)
-        return self._land(trip)
+        with self._lock:
+            if trip.closed is None:
+                sums = self._sums(trip)
+                for journey in trip.summed:
+                    journey.compare(sums[journey.number])
+                    self._counts["segments_verified"] += len(batch.form.segments)
+            return self._land(trip)
 
     def _sum(self, trip: _Trip) -> None:
         """Has the device sum what has arrived, and whatever is in the places of chunks that have not."""

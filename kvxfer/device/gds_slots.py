@@ -192,7 +192,7 @@ class Journey:
         except IOFault:  # given up; its status says so where it has not returned
             if self.status is Status.PENDING:
                 self._fail(Status.IO, code=errno.ETIMEDOUT)
-        except Exception as exc:
+        except BaseException as exc:  # raised on a thread of the backend's: no interrupt of this one
             engine_reporter.failed("carrier", "a transfer ended by a defect", exc)
             self._fail(Status.IO, code=errno.EIO)
 

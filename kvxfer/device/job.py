@@ -143,6 +143,7 @@ class Flight:
     good: NDArray[np.uint8] | None = None  # loads: [chunks], what they will be once the scatter is done
     soiled: bool = False  # something went wrong on the device: its bay may be in use for ever
     held: bool = False  # the carrier will give its bay back
+    patience: float = 0.0  # seconds for that, before calls count as hung
     cancelled: bool = False  # the carrier was told
     given_up: bool = False  # its job has its outcome and does not count it any more
     lost: frozenset[int] = frozenset()  # chunks (by place in the batch) under writes that have not returned

@@ -63,6 +63,7 @@ class DeviceRunner(Runner):
         self._news, self._work = self._flights.news, self._flights.work
         self._called: set[int] = set()
         self._closing = self._shut = False
+        self._shutting = False  # somebody is inside `shutdown`
         self._left = 0
         self._turn_since = 0.0  # when the thread began what it is doing; 0: it sleeps
         self._suspected = 0.0, 0.0  # such a beginning, long ago, and when that was noticed
@@ -199,11 +200,28 @@ class DeviceRunner(Runner):
         """As `Runner.shutdown`. Work that the device has not done by then keeps its bay, and its pages, for ever."""
         end = time.monotonic() + max(0.0, timeout_s)
         with self._lock:
-            if self._closing:
-                while not self._shut and (left := end - time.monotonic()) > 0:
-                    self._news.wait(min(left, WATCH_S))
+            while self._shutting and (left := end - time.monotonic()) > 0:
+                self._news.wait(min(left, WATCH_S))
+            if self._shut or self._shutting:
                 return self._left
-            self._closing = True
+            self._closing = self._shutting = True
+        try:
+            return self._stop(end)
+        finally:  # a signal's exception: the next one goes on with it
+            with self._lock:
+                self._shutting = False
+                self._news.notify_all()
+
+    def abandon(self) -> None:
+        """`shutdown` without waiting, for a process that ends; nothing in a forked child."""
+        if os.getpid() == self._pid:
+            self.shutdown(0)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _stop(self, end: float) -> int:
+        """Each step may come a second time."""
+        with self._lock:
             self._flights.drop_queued()
             self._wait_for_flights(end)
             self._flights.stop()
@@ -211,7 +229,7 @@ class DeviceRunner(Runner):
         with self._lock:
             self._wait_for_flights(time.monotonic() + GRACE_S)
             self._flights.hurry = True
-            self._work.notify_all()
+            self._flights.call()
         self._thread.join(GRACE_S)
         with self._lock:
             if self._thread.is_alive():
@@ -221,15 +239,7 @@ class DeviceRunner(Runner):
             elif not self._flights.free():
                 _KEPT.append(self._flights)
             self._left, self._shut = left, True
-            self._news.notify_all()
         return left
-
-    def abandon(self) -> None:
-        """`shutdown` without waiting, for a process that ends; nothing in a forked child."""
-        if os.getpid() == self._pid:
-            self.shutdown(0)
-
-    # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _wait_for_flights(self, end: float) -> None:
         """With the lock."""
@@ -255,6 +265,7 @@ class DeviceRunner(Runner):
         while True:
             with self._lock:
                 self._turn_since = time.monotonic()
+                self._flights.called = False
             try:
                 moved = self._flights.turn()
             except Exception as exc:  # a defect: the thread must go on, or no job would ever end again
@@ -266,7 +277,7 @@ class DeviceRunner(Runner):
                     self._news.notify_all()
                     return
                 pause = LEAST_PAUSE_S if moved else min(2 * pause, MOST_PAUSE_S)
-                if not moved:
+                if not moved and not self._flights.called:  # nothing came after the turn had looked
                     self._work.wait(pause if self._flights.under_way else self._flights.rest(WATCH_S))
 
 

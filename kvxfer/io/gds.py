@@ -135,7 +135,8 @@ class GdsFile(IOFile):
             if handle is not None and on_thread:
                 handle.close()
             elif handle is not None:
-                self._backend.apart(handle.close, "closing")
+                with suppress(IOFault):  # without a thread for it, it stays open
+                    self._backend.apart(handle.close, "closing")
 
     def _host(self, what: str, buf: Any, size: int | None, offset: int) -> int:
         return self._posix.read(buf, size, offset) if what == "read" else self._posix.write(buf, size, offset)
@@ -160,7 +161,7 @@ class GdsFile(IOFile):
                 moved = start + got
                 # A request goes on from the page that the one before ended in.
                 start = moved if moved >= n else max(0, (offset + moved) // ALIGNMENT * ALIGNMENT - offset)
-        except Exception as exc:  # of whatever kind kvikio makes it
+        except BaseException as exc:  # of whatever kind kvikio makes it
             raise self._fault(exc, f"{what}: {moved} of {n} bytes at offset {offset:#x}") from exc
         if what == "write" and moved < n:
             raise IOFault(errno.EIO, f"{what}: {moved} of {n} bytes at offset {offset:#x}: no progress", self.label)
@@ -172,7 +173,7 @@ class GdsFile(IOFile):
                 self._handle = self._backend.kvikio_open(self.fd)
             return self._handle
 
-    def _fault(self, exc: Exception, what: str) -> IOFault:
+    def _fault(self, exc: BaseException, what: str) -> IOFault:
         return IOFault(errno_of(exc), f"{what}: {type(exc).__name__}: {exc}", self.label)
 
 
@@ -303,8 +304,11 @@ class GdsBackend(IOBackend):
             if self._regions[base][1]:
                 return True
             span, _ = self._regions.pop(base)
-        call = self.apart(lambda: self._deregister(base, span), "deregistration")
-        with suppress(Exception):
+        try:
+            call = self.apart(lambda: self._deregister(base, span), "deregistration")
+        except IOFault:  # no thread for it
+            return False
+        with suppress(BaseException):  # kvikio's, of another thread
             call.get(_DEREGISTER_S)
         return call.returned()
 
@@ -381,7 +385,7 @@ class GdsBackend(IOBackend):
         try:
             with self._compat_mode():  # under AUTO kvikio may decide that there is nothing to do, and not say so
                 self._kvikio.memory_register(Window(address, nbytes))
-        except Exception as exc:
+        except BaseException as exc:
             raise IOFault(errno_of(exc), f"{type(exc).__name__}: {exc}") from exc
         with self._lock:
             self._regions[base] = [span, 1]

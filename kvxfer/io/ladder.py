@@ -269,7 +269,10 @@ def _test(directory: Path, memory: DeviceMemory, mode: str, timeout_s: float, cu
             answer.append(exc)
 
     thread = threading.Thread(target=attempt, name="kvx-ladder", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as exc:
+        raise _Refused("failed", str(exc)) from exc
     thread.join(2 * timeout_s)  # its calls have `timeout_s` themselves; the device's have none
     if not answer:
         raise _Refused("hung", f"the test did not end within {2 * timeout_s:g} s")
@@ -285,7 +288,7 @@ def _test(directory: Path, memory: DeviceMemory, mode: str, timeout_s: float, cu
         raise _Refused("full", f"not tried: {outcome.strerror}")
     if isinstance(outcome, KvxferError | OSError):
         raise _Refused("failed", str(outcome))
-    raise outcome
+    raise _Refused("failed", f"{type(outcome).__name__}: {outcome}") from outcome  # kvikio's, or a framework's
 
 
 def _both_ways(directory: Path, memory: DeviceMemory, mode: str, timeout_s: float, cuda: Cuda | None) -> dict[str, Any]:

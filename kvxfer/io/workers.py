@@ -16,6 +16,8 @@ from collections.abc import Callable
 from kvxfer.errors import ConfigError, ForkError, IOFault, StoreError
 from kvxfer.io.base import IOFuture
 
+_RETRY_S = 0.1  # until a thread that could not be started is tried again
+
 
 class Call(IOFuture):
     """A call on one of the threads. What it works with must live until `returned`."""
@@ -123,6 +125,7 @@ class Workers:
 
         Raises:
             StoreError: closed.
+            IOFault: EAGAIN: the system gives no thread, and there is none.
             ForkError: in a fork of the process that made the threads.
         """
         self.check_process()
@@ -133,8 +136,10 @@ class Workers:
             stalled = self._stalled
             if not stalled:
                 self._queue.append(call)
-                if self._idle < len(self._queue) and self._in_service + self._beyond < self._wanted:
-                    self._start()
+                more = self._idle < len(self._queue) and self._in_service + self._beyond < self._wanted
+                if more and not self._start() and not self._in_service:
+                    self._queue.remove(call)
+                    raise IOFault(errno.EAGAIN, "no thread can be started", label)
                 self._changed.notify_all()
         if stalled:
             call._settle(self._no_thread(call), back=True)
@@ -175,12 +180,17 @@ class Workers:
     def _stalled(self) -> bool:
         return self._beyond >= self._wanted
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """One more thread; False where the system has none to give."""
+        try:
+            if not self._watched and self._timeout_s != float("inf"):
+                threading.Thread(target=self._watch, name=f"kvx-{self._name}-watch", daemon=True).start()
+                self._watched = True
+            threading.Thread(target=self._serve, name=f"kvx-{self._name}", daemon=True).start()
+        except RuntimeError:
+            return False
         self._in_service += 1
-        threading.Thread(target=self._serve, name=f"kvx-{self._name}", daemon=True).start()
-        if not self._watched and self._timeout_s != float("inf"):
-            self._watched = True
-            threading.Thread(target=self._watch, name=f"kvx-{self._name}-watch", daemon=True).start()
+        return True
 
     def _serve(self) -> None:
         while (call := self._take()) is not None:
@@ -225,6 +235,8 @@ class Workers:
                         return
                     firsts = [call.started for call in self._running if call.started is not None]
                     left = min(firsts) + self._timeout_s - now if firsts else None
+                    if self._queue and not self._in_service and not self._start():
+                        left = _RETRY_S if left is None else min(left, _RETRY_S)
                     self._changed.wait(left)
                     continue
             for call in overdue:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import subprocess
@@ -415,3 +416,53 @@ def test_a_process_that_ends_without_a_shutdown_ends(tmp_path: Path, how: str) -
     )
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
     assert "Traceback" not in done.stderr and time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("what", ["submit", "cancel", "shutdown"])
+def test_what_comes_while_the_thread_goes_to_sleep_is_not_slept_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Between the end of a turn that found nothing and the sleep that follows it."""
+    pages = ranks(MODEL, "nhd", 2, filled=True)
+    with card(tmp_path, pages) as both:
+        came = threading.Event()
+        flights = both.runner._flights
+        turn = flights.turn
+
+        def and_then() -> bool:
+            moved = turn()
+            if not moved and not came.is_set():
+                came.set()
+                if what == "submit":
+                    both.submit(STORE, pages, chunks_of(1, 3))
+                elif what == "cancel":
+                    both.submit(STORE, pages, chunks_of(1, 3))
+                    both.runner.cancel(both.next_id)
+                else:
+                    threading.Thread(target=both.runner.shutdown, args=(5.0,)).start()
+                    until(lambda: flights.stopped, "it was told to stop")
+            return moved
+
+        monkeypatch.setattr(flights, "turn", and_then)
+        with flights.lock:
+            flights.call()
+        assert came.wait(5.0)
+        if what != "shutdown":
+            assert both.finish(STORE, 5.0).job_id == both.next_id
+        else:
+            until(lambda: not device_threads(), "the thread has ended")
+
+
+def test_a_shutdown_that_was_interrupted_is_taken_up_by_the_next(tmp_path: Path) -> None:
+    pages = ranks(MODEL, "nhd", 2, filled=True)
+    with card(tmp_path, pages) as both:
+        both.device.frozen = True
+        both.submit(STORE, pages, chunks_of(1, 6))
+        until(lambda: "gather" in [call[0] for call in both.calls], "work is queued")
+        threading.Timer(0.2, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            both.runner.shutdown(10.0)
+        start = time.monotonic()
+        assert both.runner.shutdown(0.1) == 0
+        assert len(both.finish(STORE, 1.0).errors) == 6
+        assert time.monotonic() - start < 5

@@ -18,12 +18,13 @@ from kvxfer import _native
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.device import gds_carrier
+from kvxfer.device.base import Buffer
 from kvxfer.device.carrier import Batch
 from kvxfer.device.form import form_of
 from kvxfer.device.gds_carrier import DeviceTrial, GdsCarrier
 from kvxfer.device.gds_slots import SlotPlan, Span
 from kvxfer.engine import TransferEngine
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, DeviceError
 from kvxfer.io import gds, kvikio_door, ladder
 from kvxfer.io.gds import COMPAT, DIRECT
 from kvxfer.jobs import LOAD, STORE, ChunkError, JobOutcome, Status
@@ -688,3 +689,154 @@ def test_a_device_that_is_not_cudas_goes_by_the_host_and_nothing_is_asked(
         engine = TransferEngine(store, namespace_of(), pages, device=FakeDevice())
         assert engine.metrics().value("kvxfer_io_rung", rung="host") == 0
         engine.shutdown()
+
+
+# ---- calls of the device that do not return
+
+
+@pytest.mark.parametrize(("op", "direction"), [("done", STORE), ("done", LOAD), ("copy", LOAD), ("checksum", LOAD)])
+def test_a_device_call_that_hangs_holds_up_neither_figures_nor_results_nor_the_end(
+    make: Make, op: str, direction: int
+) -> None:
+    """Wherever the thread is in it: in the carrier, too, whose state others ask for."""
+    source = ranks(MODEL, "nhd", 1, filled=True)
+    ok(make(source).put(source, EACH))
+    for after in range(1 + (op == "done")):
+        rig = make(source, io_timeout_s=0.2, bays=2, bay_chunks=8)
+        rule = rig.device.faults.hang(op, after=after)
+        asked: list[object] = []
+
+        def answers(what: Callable[[], object], asked: list[object] = asked) -> bool:
+            asking = threading.Thread(target=lambda: asked.append(what()), daemon=True)
+            asking.start()
+            asking.join(5)
+            return not asking.is_alive()
+
+        try:
+            rig.start(direction, source, EACH)
+            stop = time.monotonic() + 2
+            while not rule.hits and rig.gds.poll(direction) is None and time.monotonic() < stop:
+                time.sleep(0.002)
+            if rule.hits:
+                assert answers(rig.gds.stats), f"figures, call {after}"
+                assert answers(lambda rig=rig: rig.end(direction, 4)), f"its result, call {after}"  # type: ignore[misc]
+                assert answers(lambda rig=rig: rig.gds.shutdown(0.1)), f"the end, call {after}"  # type: ignore[misc]
+                assert asked[-1] == 1, "the thread is left behind"
+        finally:
+            rig.device.faults.release()
+
+
+# ---- what a process runs out of, and what else is odd
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+@pytest.mark.parametrize("threads", [0, 1])
+def test_where_no_more_threads_can_be_had_chunks_fail_or_wait(
+    make: Make, threads: int, direction: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = ranks(MODEL, "nhd", 1, filled=True), ranks(MODEL, "hnd", 1, filled=False)
+    rig = make(source, bay_chunks=8, depth=3)
+    ok(rig.store(source, EACH))
+    start, had = threading.Thread.start, [threads + 1]  # one watches
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvx-gds"):
+            if not had[0]:
+                raise RuntimeError("can't start new thread")
+            had[0] -= 1
+        start(thread)
+
+    pages = source if direction == STORE else target
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", limited)
+        rig.start(direction, pages, EACH)
+        outcome = rig.end(direction, 5)
+    if threads:
+        ok(outcome)
+    else:
+        assert {(error.status, error.errno) for error in found(outcome)} == {(Status.IO, errno.EAGAIN)}
+        assert len(outcome.errors) == 8 and poisoned(target)
+    assert not rig.gds.reason
+    rig.start(direction, pages, EACH)
+    ok(rig.end(direction))
+    assert rig.backend.stats()["threads"] <= 3
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+@pytest.mark.parametrize("what", [SystemExit(3), KeyboardInterrupt(), StopIteration(), MemoryError()])
+@pytest.mark.parametrize("where", ["CuFile", "request"])
+def test_whatever_kvikio_raises_is_that_chunks_alone(
+    make: Make, where: str, what: BaseException, direction: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = ranks(MODEL, "nhd", 1, filled=True), ranks(MODEL, "hnd", 1, filled=False)
+    rig = make(source)
+    ok(rig.store(source, EACH))
+    module: Any = rig.backend._kvikio
+
+    def odd(*_: object, **__: object) -> int:
+        raise what
+
+    pages = source if direction == STORE else target
+    with monkeypatch.context() as patched:
+        if where == "CuFile":
+            patched.setattr(module, "CuFile", odd)
+        else:
+            patched.setattr(module.CuFile, "raw_read", odd)
+            patched.setattr(module.CuFile, "raw_write", odd)
+        rig.start(direction, pages, EACH)
+        assert {error.status for error in found(rig.end(direction, 5))} == {Status.IO}
+    rig.start(direction, pages, EACH)
+    ok(rig.end(direction, 5))
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_no_memory_for_trailers_is_that_batch_alone(
+    make: Make, direction: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = ranks(MODEL, "nhd", 1, filled=True), ranks(MODEL, "hnd", 1, filled=False)
+    rig = make(source)
+    ok(rig.store(source, EACH))
+    pages = source if direction == STORE else target
+
+    def none(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gds_carrier, "AlignedBuffer", none)
+        rig.start(direction, pages, EACH)
+        assert {error.status for error in found(rig.end(direction, 5))} == {Status.CANCELLED}
+    assert not rig.gds.reason
+    rig.start(direction, pages, EACH)
+    ok(rig.end(direction, 5))
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_calls_of_a_cancelled_job_that_return_soon_stall_nobody(make: Make, direction: int) -> None:
+    source, target = ranks(MODEL, "nhd", 1, filled=True), ranks(MODEL, "hnd", 1, filled=False)
+    rig = make(source, bay_chunks=1, bays=2)
+    ok(rig.store(source, EACH))
+    name = "raw_write" if direction == STORE else "raw_read"
+    pages = source if direction == STORE else target
+    rig.kvikio.double.faults["hang"] = [name]
+    job = rig.start(direction, pages, EACH)
+    until(lambda: len(rig.calls(name)) == (1 if direction == STORE else 2))
+    rig.gds.cancel(job)
+    assert rig.end(direction).job_id == job
+    rig.start(direction, pages, EACH)
+    time.sleep(0.05)
+    rig.kvikio.double.faults.clear()
+    rig.kvikio.double.release.set()
+    ok(rig.end(direction))
+
+
+def test_bays_of_a_lost_device_that_cannot_be_freed_do_not_keep_a_runner_from_its_end(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(ranks(MODEL, "nhd", 1, filled=True))
+
+    def lost(_: Buffer) -> None:
+        raise DeviceError("the device was lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(rig.cuda.made[0]), "free", lost)
+        assert rig.gds.shutdown(1.0) == 0

@@ -327,3 +327,26 @@ def test_over_the_drivers_own_calls(
         assert said["settings"]["registered_bytes"] == said["settings"]["request_bytes"] // 8 + 8192
     if cuda == "full":
         assert [step["reason"] for step in said["steps"]] == ["memory", "memory"]
+
+
+@pytest.mark.parametrize("what", [RuntimeError("odd"), KeyError("odd"), SystemExit("odd")])
+@pytest.mark.parametrize("where", ["settings", "alloc", "fetch", "free", "thread"])
+def test_whatever_is_raised_steps_down_and_is_said(
+    place: Place, where: str, what: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(*_: object, **__: object) -> None:
+        raise RuntimeError("odd") if where == "thread" else what
+
+    if where == "settings":
+        place.kvikio.double  # noqa: B018  (imports it)
+        import kvikio.defaults  # type: ignore[import-not-found,unused-ignore]
+
+        monkeypatch.setattr(kvikio.defaults, "get", odd)
+    elif where == "thread":
+        place.asked()
+        monkeypatch.setattr(threading.Thread, "start", odd)
+    else:
+        monkeypatch.setattr(place.memory, where, odd)
+    rung = place.asked().climb()
+    assert place.names(rung) == ("host", ["failed", "failed"])
+    assert "odd" in rung.why

@@ -189,3 +189,31 @@ def test_the_interpreter_ends_though_calls_hang() -> None:
 def test_what_cannot_be(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         Workers("test", **({"threads": 1} | options))
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_or_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers("t", 1, io_timeout_s=0.1, max_lost=1)
+    start, none = threading.Thread.start, threading.Event()
+
+    def limited(thread: threading.Thread) -> None:
+        if none.is_set():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    none.set()
+    with pytest.raises(IOFault, match="no thread can be started"):
+        workers.submit(lambda: 1, "first")
+    none.clear()
+    held = threading.Event()
+    first = workers.submit(lambda: int(held.wait()), "hangs")
+    none.set()
+    second = workers.submit(lambda: 2, "waits")
+    with pytest.raises(IOFault, match="given up"):
+        first.get(5)
+    with pytest.raises(IOFault, match="no answer"):
+        second.get(0.15)
+    none.clear()
+    assert second.get(5) == 2
+    held.set()
+    workers.close()
