@@ -79,6 +79,11 @@ def find_nvcc() -> tuple[list[str], str]:
         return [], "KVXFER_CUDA=0"
     if sanitizer():
         return [], "sanitizers are for libkvx"
+    try:
+        for name in ("NVCC", "NVCCFLAGS"):
+            shlex.split(os.environ.get(name, ""))
+    except ValueError as exc:
+        return [], f"{name}={os.environ[name]!r}: {exc}"
     if command := shlex.split(os.environ.get("NVCC", "")):
         return (command, "") if shutil.which(command[0]) else ([], f"NVCC={os.environ['NVCC']!r} is not installed")
     homes = [os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
@@ -99,6 +104,8 @@ class BuildLibrary(build_ext):
             elif why := self.build_cuda(ext):
                 print(f"libkvx_cuda is not built: {why}", flush=True)
                 self.extensions.remove(ext)  # or it would be looked for where it is installed
+                if not self.inplace:  # a wheel takes all that is there: also what an earlier build left
+                    Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
 
     def build_cuda(self, ext: Extension) -> str:
         """Builds libkvx_cuda unless it is up to date; else why it is not there."""

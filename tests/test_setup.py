@@ -172,6 +172,8 @@ def test_nvcc_is_looked_for_where_cuda_is(project: Path, nvcc: str) -> None:
         ({"NVCC": "no-such-nvcc -O2"}, ["NVCC='no-such-nvcc -O2' is not installed"]),
         ({"NVCC": "{nvcc} --fail"}, ["exit status 7 from: ", "--fail -shared", "no such thing"]),
         ({"NVCC": "{nvcc} --nothing"}, ["exit status 0 from: "]),
+        ({"NVCC": "{nvcc} 'open"}, ["NVCC=", "'open", "No closing quotation"]),
+        ({"NVCCFLAGS": "-O1 'open"}, ["NVCCFLAGS=", "'open", "No closing quotation"]),
     ],
 )
 def test_whatever_is_wrong_with_nvcc_is_said_and_the_rest_is_built(
@@ -207,3 +209,11 @@ def test_a_source_distribution_carries_the_cuda_sources(project: Path, nvcc: str
     (archive,) = (project / "dist").iterdir()
     names = {name.split("/", 1)[1] for name in zipfile.ZipFile(archive).namelist()}
     assert {"csrc/cuda/cuda_batch.cu", "csrc/cuda/cuda_batch.h"} <= names
+
+
+def test_a_wheel_has_no_cuda_library_of_an_earlier_build(project: Path, nvcc: str) -> None:
+    for settings in ({}, {"KVXFER_CUDA": "0"}):
+        done = setup(project, "bdist_wheel", "--dist-dir", f"dist{len(settings)}", NVCC=nvcc, **settings)
+        assert done.returncode == 0, done.stderr
+    (wheel,) = (project / "dist1").iterdir()
+    assert "kvxfer/libkvx_cuda.so" not in zipfile.ZipFile(wheel).namelist()

@@ -73,16 +73,20 @@ bool pieces_are_whole(uint64_t base, uint64_t nbytes, uint64_t piece_bytes) {
   return base && nbytes && piece_bytes && piece_bytes % PAGE == 0 && base + nbytes > base;
 }
 
-uint64_t length_of(uint64_t offset, uint64_t nbytes, uint64_t piece_bytes) {
-  return nbytes - offset < piece_bytes ? nbytes - offset : piece_bytes;
+// Of the piece at `offset`: the first is cut short so that all others begin with a page, for drivers pin whole
+// pages, and may refuse one that is in two pieces.
+uint64_t length_of(uint64_t base, uint64_t offset, uint64_t nbytes, uint64_t piece_bytes) {
+  const uint64_t whole = piece_bytes - (base + offset) % PAGE;
+  return nbytes - offset < whole ? nbytes - offset : whole;
 }
 
 // Unpins the pieces that begin before `end`, the last first. The first error, and still all of them.
 cudaError_t unpin(uint64_t base, uint64_t end, uint64_t piece_bytes) {
   cudaError_t first = cudaSuccess;
-  const uint64_t pieces = end / piece_bytes + (end % piece_bytes != 0);
+  const uint64_t cut = base % PAGE;  // see length_of
+  const uint64_t pieces = end ? (end + cut - 1) / piece_bytes + 1 : 0;
   for (uint64_t i = pieces; i-- > 0;) {
-    const cudaError_t error = cudaHostUnregister(pointer<void>(base + i * piece_bytes));
+    const cudaError_t error = cudaHostUnregister(pointer<void>(i ? base - cut + i * piece_bytes : base));
     if (first == cudaSuccess) first = error;
   }
   return first;
@@ -183,7 +187,7 @@ int kvx_cuda_host_register(uint64_t base, uint64_t nbytes, uint64_t piece_bytes,
   *failed_offset = 0;
   if (!pieces_are_whole(base, nbytes, piece_bytes)) return -static_cast<int>(cudaErrorInvalidValue);
   for (uint64_t offset = 0; offset < nbytes;) {
-    const uint64_t length = length_of(offset, nbytes, piece_bytes);
+    const uint64_t length = length_of(base, offset, nbytes, piece_bytes);
     const cudaError_t error = pin(base + offset, length);
     if (error != cudaSuccess) {
       *failed_offset = offset;

@@ -75,7 +75,7 @@ KVX_CUDA_API int kvx_cuda_copy_batch(const uint64_t *targets, const uint64_t *so
  * call for hundreds of GiB holds the driver's lock for as long. All or nothing: where a piece is refused,
  * those before it are unpinned again, and *failed_offset says where it was. A device that would see the
  * memory under another address than the host is refused with cudaErrorNotSupported. `piece_bytes` must be a
- * multiple of 4096. */
+ * multiple of 4096; no page of as many bytes is in two pieces, wherever `base` is. */
 KVX_CUDA_API int kvx_cuda_host_register(uint64_t base, uint64_t nbytes, uint64_t piece_bytes,
                                         uint64_t *failed_offset);
 /* Unpins what was registered with the same numbers: every piece is tried, the first error is returned. */

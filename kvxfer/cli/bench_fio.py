@@ -42,7 +42,7 @@ def run(fio: str, plan: Plan, mode: str, directory: Path, size: int) -> dict[str
     check_room(directory, plan.span_bytes)
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}fio-", dir=directory))
     try:
-        engine, arguments = _arguments(plan, mode, folder, size)
+        engine, arguments = _arguments(plan, mode, size)
         try:
             done = subprocess.run(
                 [fio, *arguments], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -57,14 +57,17 @@ def run(fio: str, plan: Plan, mode: str, directory: Path, size: int) -> dict[str
     return {"size": size, "engine": engine, "parts": parts, "why": why}
 
 
-def _arguments(plan: Plan, mode: str, folder: Path, size: int) -> tuple[str, list[str]]:
-    """libaio with as many jobs and as deep where it does not block (direct), else a job for each request in flight."""
+def _arguments(plan: Plan, mode: str, size: int) -> tuple[str, list[str]]:
+    """In the folder where it is started, for fio splits names at colons.
+
+    libaio with as many jobs and as deep where it does not block (direct), else a job for each request in flight.
+    """
     direct = mode != "buffered"
     jobs, depth = (plan.threads, plan.depth) if direct else (plan.lanes, 1)
     engine = "libaio" if direct else "psync"
     kind = {"read": "read", "write": "write", "mixed": "rw"}[plan.operation]
     return f"{engine}, {jobs} x {depth}", [
-        "--name=kvx", f"--directory={folder}", f"--rw={'rand' if plan.layout == 'random' else ''}{kind}",
+        "--name=kvx", "--directory=.", f"--rw={'rand' if plan.layout == 'random' else ''}{kind}",
         f"--bs={size}", f"--size={max(plan.span_bytes // jobs // PAGE * PAGE, size)}", f"--numjobs={jobs}",
         f"--iodepth={depth}", f"--ioengine={engine}", f"--direct={int(direct)}", "--thread", "--time_based",
         f"--runtime={max(1, round(plan.duration_s * 1000))}ms", f"--rwmixread={plan.read_percent}", "--overwrite=1",

@@ -22,10 +22,10 @@ from kvxfer.cli.bench_lanes import READ, WRITE, Burst, Lanes, Mover, empty_calls
 from kvxfer.cli.bench_memory import Memory
 from kvxfer.cli.bench_plan import Plan
 from kvxfer.cli.bench_ways import Opened, Place, Way, choose
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, DeviceError
 from kvxfer.io.system import sys_fsync
 from kvxfer.nvml import Gpus, ask_gpus
-from kvxfer.topology import Drive, drive_of
+from kvxfer.topology import Drive, drive_of, pci_device
 
 SCHEMA = 1
 OK, WRONG, ERRORS, FEW = "ok", "WRONG", "errors", "too few"
@@ -83,6 +83,7 @@ class Report:
     plan: Plan
     way: Way
     memory: str
+    used_bytes: int  # of the files, in all
     seed: int | None
     verified: str = ""
     empty_calls_per_s: float = 0.0
@@ -109,6 +110,7 @@ class Report:
             "options": plan,
             "mode": self.way.mode,
             "memory": self.memory,
+            "used_bytes": self.used_bytes,
             "why": self.way.why,
             "steps": list(self.way.steps),
             "alignment": self.way.alignment,
@@ -148,7 +150,7 @@ def run(plan: Plan, on_row: Callable[[Report, Row], None] | None = None) -> Repo
         for file in files:
             stack.callback(file.close)
         bench = _Bench(plan, way, files, used, stack)
-        report = _report(plan, way, bench.memory.kind, place)
+        report = _report(plan, way, bench.memory.kind, place, sum(used))
         checker: Checker
         if writable:
             report.seed = plan.seed if plan.seed is not None else secrets.randbits(64)
@@ -187,7 +189,7 @@ def _place(plan: Plan) -> tuple[Place, Path | None]:
     return Place(first.parent, None if plan.overwrite else first), None
 
 
-def _report(plan: Plan, way: Way, memory: str, place: Place) -> Report:
+def _report(plan: Plan, way: Way, memory: str, place: Place, used: int) -> Report:
     drive = drive_of(place.sample or place.directory)
     if plan.drive_gbps is not None:
         drive_gbps, drive_why = plan.drive_gbps, "--drive-gbps"
@@ -197,17 +199,24 @@ def _report(plan: Plan, way: Way, memory: str, place: Place) -> Report:
         drive_gbps, drive_why = None, f"{drive.why}; --drive-gbps says it"
     link_gbps, link_why = None, "not crossed: the memory is the host's"
     if memory == "device":
-        link_gbps, link_why = _link(ask_gpus())
+        link_gbps, link_why = _link(ask_gpus(), way)
     return Report(
-        plan=plan, way=way, memory=memory, seed=None, drive=drive, drive_gbps=drive_gbps, drive_why=drive_why,
-        link_gbps=link_gbps, link_why=link_why,
+        plan=plan, way=way, memory=memory, used_bytes=used, seed=None, drive=drive, drive_gbps=drive_gbps,
+        drive_why=drive_why, link_gbps=link_gbps, link_why=link_why,
     )  # fmt: skip
 
 
-def _link(seen: Gpus) -> tuple[float | None, str]:
+def _link(seen: Gpus, way: Way) -> tuple[float | None, str]:
+    """Of the GPU whose memory is moved: CUDA and NVML may number them otherwise, and CUDA may see but some."""
     if not seen.gpus:
         return None, seen.why
-    gpu = seen.gpus[0]
+    try:
+        bus = way.bus()
+    except DeviceError as exc:
+        return None, f"of which GPU: {exc}"
+    gpu = next((gpu for gpu in seen.gpus if gpu.bus is not None and pci_device(gpu.bus) == pci_device(bus)), None)
+    if gpu is None:
+        return None, f"NVML tells of no GPU at {bus}"
     link = gpu.link_max or gpu.link  # what it may be under load
     if link is None or link.bytes_per_s is None:
         return None, gpu.missing.get("link", "of a generation that is not known")
@@ -233,7 +242,8 @@ class _Bench:
         largest = max(plan.sizes)
         most = max(max(plan.lanes, min(BURST_BYTES // size, _BURST_REQUESTS)) * size for size in plan.sizes)
         self.memory: Memory = way.memory(min(most, max(plan.span_bytes, plan.lanes * largest)), largest)
-        stack.callback(self.memory.close)
+        self._stuck = False  # a request may still move memory
+        stack.callback(self._release)
         self._places: list[Any] = []
         self._random = np.random.default_rng(plan.seed)
         empty = self.memory.place(0, PAGE)
@@ -287,7 +297,12 @@ class _Bench:
         try:
             yield lanes
         finally:
-            lanes.close()
+            self._stuck |= not lanes.close()
+
+    def _release(self) -> None:
+        """Gives the memory back, unless a request that hangs may touch it yet: then the end of the process does."""
+        if not self._stuck:
+            self.memory.close()
 
     def _burst(
         self, lanes: Lanes, blocks: _Blocks, slots: int, checker: Checker, tally: _Tally, seconds: float,

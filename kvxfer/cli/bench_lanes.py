@@ -112,8 +112,12 @@ class Lanes:
             burst.wall_s = (max(ends) - min(starts)) / _NS
         return burst
 
-    def close(self) -> None:
-        """No further requests. Waits a little for those under way, and leaves behind those that hang."""
+    def close(self) -> bool:
+        """No further requests. Waits a little for those under way, and leaves behind those that hang.
+
+        Returns:
+            Whether there are none of these: they may still move memory.
+        """
         with self._turn:
             self._closed = True
             self._queues = []
@@ -122,6 +126,7 @@ class Lanes:
         end = time.monotonic() + CLOSE_S
         for each in self._own:
             each.join(max(0.0, end - time.monotonic()))
+        return not any(each.is_alive() for each in self._own)
 
     def _run(self, thread: int) -> None:
         seen = 0

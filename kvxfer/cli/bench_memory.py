@@ -98,16 +98,28 @@ class Allocator(ladder.DeviceMemory, Protocol):
     def unpin(self, data: U8) -> None:
         """Undoes it."""
 
+    def bus(self) -> str:
+        """Where the device is, of PCI: "0000:3B:00.0"."""
+
 
 class DeviceMemory(Memory):
-    """A device's. `wrap` makes what the drive's library takes of (address, bytes)."""
+    """A device's. `wrap` makes what the drive's library takes of (address, bytes).
+
+    `let_go` is asked, with the address, before the memory is freed: whether nothing holds it any more.
+    """
 
     kind = "device"
 
-    def __init__(self, allocator: Allocator, nbytes: int, wrap: Callable[[int, int], Any]) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        nbytes: int,
+        wrap: Callable[[int, int], Any],
+        let_go: Callable[[int], bool] = lambda _: True,
+    ) -> None:
         """Raises DeviceMemoryError where there is not as much."""
         self.nbytes = nbytes
-        self._allocator, self._wrap = allocator, wrap
+        self._allocator, self._wrap, self._let_go = allocator, wrap, let_go
         self._whole = allocator.alloc(nbytes + PAGE)
         self.address = self._whole + -self._whole % PAGE
 
@@ -124,8 +136,9 @@ class DeviceMemory(Memory):
         return self._allocator.fetch(self.address + offset, nbytes)
 
     def close(self) -> None:
-        """Frees it."""
-        self._allocator.free(self._whole)
+        """Frees it, unless it is held."""
+        if self._let_go(self.address):
+            self._allocator.free(self._whole)
 
 
 class Bounce:
@@ -156,6 +169,11 @@ class BouncedMemory(DeviceMemory):
     def place(self, offset: int, nbytes: int) -> Bounce:
         """See Bounce."""
         return Bounce(self._allocator, self.address + offset, self._beside[offset : offset + nbytes])
+
+    def poison(self, offset: int, nbytes: int) -> None:
+        """Both: what a read does not bring must not come from the host's either, where it lies since it was written."""
+        super().poison(offset, nbytes)
+        self._beside[offset : offset + nbytes] = _POISON
 
     def close(self) -> None:
         """Frees both."""

@@ -29,7 +29,7 @@ def show(report: Report, console: Console | None = None) -> None:
         console.print(f"              not {clean(step)}")
     console.print(
         f"requests      {plan.operation}{f' ({plan.read_percent}% reads)' if plan.operation == 'mixed' else ''}, "
-        f"{plan.layout}, {plan.threads} threads x {plan.depth} in flight, {size(plan.span_bytes)} of files"
+        f"{plan.layout}, {plan.threads} threads x {plan.depth} in flight, {size(report.used_bytes)} of files"
     )
     console.print(f"drive         {_limit(report.drive_gbps, report.drive_why)}")
     crossed = report.memory == "device"

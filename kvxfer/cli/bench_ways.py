@@ -60,6 +60,10 @@ class Way(ABC):
     def forget(self, file: Opened) -> None:  # noqa: B027 - most ways remember nothing
         """What the system remembers of the file's bytes goes, as far as it obeys."""
 
+    def bus(self) -> str:
+        """Where the device is whose memory is moved, of PCI; empty where it is the host's. DeviceError: not known."""
+        return ""
+
     def close(self) -> None:  # noqa: B027 - nor hold anything
         """No further files."""
 
@@ -86,6 +90,10 @@ class PosixWay(Way):
         pinned = f"memory that is not pinned: {memory.unpinned}" if memory.unpinned else "pinned memory"
         self.why += f"; to the device and back through {pinned}"
         return memory
+
+    def bus(self) -> str:
+        """See Way."""
+        return "" if self._device is None else self._device.bus()
 
     def forget(self, file: Opened) -> None:
         """See Way; direct I/O leaves nothing to remember."""
@@ -129,10 +137,14 @@ class KvikioWay(Way):
 
     def memory(self, nbytes: int, largest: int) -> Memory:
         """See Way. Registered where the driver lets it."""
-        memory = DeviceMemory(self._device, nbytes, gds.Window)
+        memory = DeviceMemory(self._device, nbytes, gds.Window, self._backend.deregister)
         if refused := self._backend.register(memory.address, nbytes):
             self.why += f"; memory is not registered: {refused}"
         return memory
+
+    def bus(self) -> str:
+        """See Way."""
+        return self._device.bus()
 
     def close(self) -> None:
         """See Way."""

@@ -247,6 +247,8 @@ def _try(path: Path) -> Directory:
         return replace(found, problem=f"{kind} is a network file system; a store needs a local one (ext4, xfs, ...)")
     nearest = path.absolute()
     while not nearest.exists():
+        if nearest.is_symlink():
+            return replace(found, problem=f"{nearest} is a symbolic link that leads nowhere: no directory can be made")
         nearest = nearest.parent
     room = os.statvfs(nearest)
     found = replace(

@@ -214,6 +214,7 @@ def obtain(
     config: str | Mapping[str, str] | None = None,
     folder: Path | None = None,
     budget_s: float = BUDGET_S,
+    linger_s: float = 0.0,
 ) -> Calibration:
     """What is known of this device, and, within the budget, what is not yet.
 
@@ -222,6 +223,7 @@ def obtain(
         engines: that can be used here.
         config: as `wanted` takes it.
         folder: where it is kept; None: kvxfer's folder in the user's cache directory, if there is one.
+        budget_s, linger_s: as `calibrate` takes them.
 
     Raises:
         ConfigError: an engine was asked for that is unknown or cannot be used here.
@@ -236,7 +238,9 @@ def obtain(
     open_points = [point for point in points() if asked[point.direction] == AUTO]
     missing = [point for point in open_points if not _is_known(point, kept, usable)]
     if missing:
-        found = calibrate(bench, missing, [engine for engine in usable if engine not in kept.wrong], budget_s)
+        found = calibrate(
+            bench, missing, [engine for engine in usable if engine not in kept.wrong], budget_s, linger_s=linger_s
+        )
         notes += found.notes
         kept = Kept({**kept.seconds, **found.seconds}, {**kept.wrong, **found.wrong})
         if found.seconds or found.wrong:
@@ -273,8 +277,12 @@ def calibrate(
     engines: Sequence[str],
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
+    linger_s: float = 0.0,
 ) -> Found:
     """Measures points in their order until they, or the budget, are at an end. Never waits for longer than that.
+
+    But for `linger_s`, for what was cut off: where the process ends next, a kernel that was being compiled would be
+    lost, and the next process would get no further.
 
     A point counts when every engine was tried on it. An engine that fails is not asked again in that direction; one
     that moves wrong bytes, not at all. What does not come back is left behind on its thread.
@@ -295,7 +303,7 @@ def calibrate(
                     f"the budget of {budget_s:g} s ended at {engine} for {point.fragments} fragments of "
                     f"{point.fragment_bytes} bytes ({point.direction}): {done} of {len(todo)} points were measured"
                 )
-                worker.end()
+                worker.end(linger_s)
                 return found
             if isinstance(answer, WrongBytes):
                 found.wrong[engine] = f"{point.direction} of {point.fragments} x {point.fragment_bytes} bytes: {answer}"
@@ -334,9 +342,11 @@ class _Worker:
         except queue.Empty:
             return None
 
-    def end(self) -> None:
-        """The thread closes the bench when it comes back, and ends."""
+    def end(self, within_s: float = 0.0) -> None:
+        """The thread closes the bench when it comes back, and ends; that is waited for so long at most."""
         self._asked.put(None)
+        if self._thread is not None:
+            self._thread.join(within_s)
 
     def _run(self) -> None:
         bench: Bench | None = None

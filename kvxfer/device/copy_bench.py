@@ -33,6 +33,7 @@ HEADS, PLANES, TOKENS = 2, 2, 4
 BLOCK_FRAGMENTS = HEADS * PLANES * TOKENS
 SPARE_BLOCKS = 3
 MOST_BLOCKS_PER_CHUNK = 64
+LINGER_S = 10.0  # for a kernel that is being compiled; `doctor` waits for 20 s
 REPEAT_S, MOST_REPEATS = 4e-3, 8  # of one timing
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -298,7 +299,9 @@ def measure_here(budget_s: float = BUDGET_S, index: int = 0) -> dict[str, object
     device = _answering()
     engines, cuda, why = engines_of(device)
     identity = identity_of(device, index)
-    found: Calibration = obtain(lambda: CopyBench(f"cuda:{index}", cuda), identity, engines, budget_s=budget_s)
+    found: Calibration = obtain(
+        lambda: CopyBench(f"cuda:{index}", cuda), identity, engines, budget_s=budget_s, linger_s=LINGER_S
+    )
     shown = found.as_json()
     return shown | {"device": identity.device, "notes": [*shown["notes"], *([why] if why else [])]}
 

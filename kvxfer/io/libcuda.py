@@ -119,6 +119,12 @@ class CudaMemory:
         self.cuda.enter_device(self._ordinal)
         self.cuda.call("cuMemHostUnregister", C.c_void_p(data.ctypes.data))
 
+    def bus(self) -> str:
+        """Where the device is, of PCI: "0000:3B:00.0"."""
+        text = C.create_string_buffer(32)
+        self.cuda.call("cuDeviceGetPCIBusId", text, C.c_int(len(text)), C.c_int(self._ordinal))
+        return text.value.decode()
+
     def free(self, address: int) -> None:
         """Gives it back."""
         self.cuda.enter_device(self._ordinal)

@@ -441,6 +441,15 @@ def test_files_given_are_only_read(files: list[Path], capsys: Capsys, mode: str,
     assert sorted(path.name for path in files[0].parent.iterdir()) == ["one", "two"]
 
 
+def test_what_is_used_of_files_given_is_said(files: list[Path], capsys: Capsys) -> None:
+    """And not what might have been: they are smaller than --span."""
+    whole = sum(path.stat().st_size // 4096 * 4096 for path in files)
+    _, report = bench(capsys, *files, "--threads", 1, "--span", "1G")
+    assert report["used_bytes"] == whole < report["options"]["span_bytes"]
+    done = run("bench", "gds", *files, *QUICK, "--span", "1G")
+    assert "6.0 MiB of files" in done.stdout
+
+
 def test_a_file_given_that_may_only_be_read(files: list[Path], capsys: Capsys) -> None:
     flags: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -602,6 +611,21 @@ def test_fio_runs_the_same_sizes_beside_it(tmp_path: Path, capsys: Capsys, monke
     assert "read, fio" in out and "2.50" in out and "its bytes are not checked" in out
     third = json.loads(log.read_text().splitlines()[-1])
     assert {"--ioengine=psync", "--numjobs=4", "--iodepth=1", "--direct=0"} <= set(third)
+
+
+@pytest.mark.parametrize("name", [".", "a:b"])
+def test_fio_stays_in_a_folder_of_its_own(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It takes its --directory from where it is started, and splits it at colons."""
+    log = fio(tmp_path, monkeypatch, 0)
+    (tmp_path / "a:b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code, _ = bench(capsys, name, "--peer", "fio", *WHOLE)
+    *arguments, folder = json.loads(log.read_text())
+    (said,) = [each.removeprefix("--directory=") for each in arguments if each.startswith("--directory=")]
+    assert (code, Path(folder).parent) == (0, (tmp_path / name).resolve())
+    assert {os.path.normpath(os.path.join(folder, part)) for part in said.split(":")} == {folder}
 
 
 def test_a_fio_that_fails_costs_its_own_figures(

@@ -36,6 +36,7 @@ class LibCuda:
     """The driver: memory is numpy's, and what is freed is gone."""
 
     refuse: ClassVar[dict[str, Exception]] = {}  # by CudaMemory's call
+    bus = "0000:3b:00.0"
 
     def __init__(self) -> None:
         self.memory: dict[int, Any] = {}
@@ -73,6 +74,9 @@ class CudaMemory:
     def unpin(self, data: Any) -> None:
         self.cuda.pinned.remove(data.ctypes.data)
 
+    def bus(self) -> str:
+        return self.cuda.bus
+
     def free(self, address: int) -> None:
         del self.cuda.memory[address]
 
@@ -105,6 +109,7 @@ class GdsFile:
 
 class GdsBackend:
     refuse = ""  # why memory is not registered
+    lets_go = True  # of memory that is deregistered
 
     def __init__(
         self,
@@ -118,6 +123,8 @@ class GdsBackend:
     ) -> None:
         self.mode, self.depth, self.request_bytes = mode, depth, request_bytes
         self.registered: list[tuple[int, int]] = []
+        self.deregistered: list[int] = []
+        self.freed_before = False
         self.requests: list[tuple[str, int | None]] = []
         self.closed = False
         backends.append(self)
@@ -129,12 +136,18 @@ class GdsBackend:
         self.registered.append((address, nbytes))
         return self.refuse
 
+    def deregister(self, address: int) -> bool:
+        self.deregistered.append(address)
+        self.freed_before = not cuda[0].memory
+        return self.lets_go
+
     def close(self) -> None:
         self.closed = True
 
 
 backends: list[GdsBackend] = []
 cuda: list[LibCuda] = []
+kept_for_good: dict[int, Any] = {}
 Rung = Callable[..., None]
 
 
@@ -143,8 +156,9 @@ def rung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Puts the doubles in place; what the ladder answers is said with a call."""
     monkeypatch.setattr(probe, "cuda", lambda *_: probe.Probe(True, "a device"))
     monkeypatch.setattr(bench_lanes, "EMPTY_S", 0.01)
-    link = Gpu(index=0, link=Link(1, 16), link_max=Link(5, 16))
-    monkeypatch.setattr(bench_job, "ask_gpus", lambda: Gpus((link,), "580.1"))
+    other = Gpu(index=0, bus="00000000:19:00.0", link=Link(1, 8), link_max=Link(4, 8))
+    used = Gpu(index=1, bus="00000000:3B:00.0", link=Link(1, 16), link_max=Link(5, 16))
+    monkeypatch.setattr(bench_job, "ask_gpus", lambda: Gpus((other, used), "580.1"))
     backends.clear()
     cuda.clear()
 
@@ -213,11 +227,12 @@ def test_kvikio_moves_the_devices_memory(
     assert report["steps"] == ([] if found == "direct" else ["gds off: no nvidia-fs"])
     (row,) = report["rows"]
     assert (row["status"], row["errors"]) == ("ok", {})
-    assert report["link"] == {"gbps": pytest.approx(63.0, rel=1e-3), "why": "PCIe 5 x16 of GPU 0"}
+    assert report["link"] == {"gbps": pytest.approx(63.0, rel=1e-3), "why": "PCIe 5 x16 of GPU 1"}
     assert row["link_percent"] > 0
     (backend,) = backends
     assert (backend.mode, backend.depth, backend.request_bytes) == (found, 4, 8 << 20)
-    assert len(backend.registered) == 1
+    assert [address for address, _ in backend.registered] == backend.deregistered
+    assert not backend.freed_before
     kinds = {what for what, size in backend.requests if size == 64 << 10}
     assert kinds == ({"read"} if operation == "read" else {"read", "write"})
 
@@ -328,6 +343,61 @@ def test_a_copy_that_does_not_happen_is_noticed(
     arguments = ["--memory", "device", "--mode", "direct"]
     code, report = json_of(capsys, "bench", "gds", tmp_path, *OPTIONS, *arguments)
     assert (code, report["rows"][0]["status"]) == (1, "WRONG")
+
+
+def test_reads_that_bring_nothing_prove_nothing(
+    tmp_path: Path, capsys: Any, rung: Rung, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even of writes: what is read back passes through the host's memory, which is written over, too."""
+
+    class Idle(PosixFile):
+        def read(self, buf: Any, size: int | None = None, file_offset: int = 0) -> int:
+            return buf.nbytes if size is None else size
+
+    monkeypatch.setattr("kvxfer.cli.bench_ways.PosixFile", Idle)
+    arguments = ["--memory", "device", "--mode", "direct", "--operation", "write"]
+    code, report = json_of(capsys, "bench", "gds", tmp_path, *OPTIONS, *arguments)
+    assert (code, report["rows"][0]["status"]) == (1, "WRONG")
+
+
+def test_memory_that_kvikio_does_not_let_go_of_is_not_freed(
+    tmp_path: Path, capsys: Any, rung: Rung, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GdsBackend, "lets_go", False)
+    code, _ = json_of(capsys, "bench", "gds", tmp_path, *OPTIONS)
+    assert (code, len(cuda[0].memory)) == (0, 1)
+    cuda[0].memory.clear()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--memory", "device", "--mode", "direct"]])
+def test_memory_under_a_request_that_never_returns_is_not_freed(
+    tmp_path: Path, capsys: Any, rung: Rung, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    for name, seconds in (("STALL_S", 0.3), ("PATIENCE_S", 0.3), ("CLOSE_S", 0.1)):
+        monkeypatch.setattr(bench_lanes, name, seconds)
+    with FaultyIO() as io:
+        io.hang("pread", offset=INSIDE)
+        code, said = json_of(capsys, "bench", "gds", tmp_path, *OPTIONS, "--duration", "0.1", *arguments)
+        driver = cuda[0]
+        kept = len(driver.memory), len(driver.pinned), sum(len(each.deregistered) for each in backends)
+    assert (code, said["error"]["type"]) == (2, "IOFault")
+    assert kept == (1, len(arguments) // 4, 0)
+    kept_for_good.update(driver.memory)  # the request goes on now
+    driver.memory.clear()
+    driver.pinned.clear()
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_the_link_of_another_gpu_is_not_taken(
+    tmp_path: Path, capsys: Any, rung: Rung, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    if refused:
+        monkeypatch.setattr(LibCuda, "refuse", {"cuDeviceGetPCIBusId": DeviceError("cuDeviceGetPCIBusId answers 1")})
+    else:
+        monkeypatch.setattr(LibCuda, "bus", "0000:99:00.0")
+    _, report = json_of(capsys, "bench", "gds", tmp_path, *OPTIONS)
+    assert report["link"]["gbps"] is None
+    assert ("cuDeviceGetPCIBusId answers 1" if refused else "0000:99:00.0") in report["link"]["why"]
 
 
 def test_a_link_that_nobody_knows_is_not_guessed(

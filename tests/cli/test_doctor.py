@@ -105,6 +105,15 @@ def test_what_is_not_there_yet_is_tried_above(tmp_path: Path, capsys: Capsys) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("target", ["nowhere", "link"])
+def test_a_link_that_leads_nowhere_is_no_directory_to_come(tmp_path: Path, capsys: Capsys, target: str) -> None:
+    """Nothing can be made there, or under it: also where it leads to itself."""
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    for place in (tmp_path / "link", tmp_path / "link" / "root"):
+        code, report = json_of(capsys, "doctor", place)
+        assert (code, "link that leads nowhere" in report["directories"][0]["problem"]) == (1, True)
+
+
 def test_a_file_is_no_directory(tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "root"):

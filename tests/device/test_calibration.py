@@ -265,6 +265,26 @@ def test_a_device_that_hangs_holds_nobody() -> None:
     assert len(bench.asked) == 2
 
 
+def test_what_the_budget_cut_off_may_be_given_time_to_end() -> None:
+    """A kernel that is being compiled is kept for the next process only when that has ended."""
+    release = threading.Event()
+
+    def seconds(*arguments: object) -> float:
+        release.wait(30)
+        return 1.0
+
+    bench = FakeBench(seconds)
+    threading.Timer(0.5, release.set).start()
+    found = calibrate(bench, list(points()), ENGINES, 0.1, linger_s=30)
+    assert bench.closed.is_set()
+    assert (found.seconds, len(bench.asked)) == ({}, 1)  # and nothing more is measured meanwhile
+    release.clear()
+    bench, start = FakeBench(seconds), time.monotonic()
+    calibrate(bench, list(points()), ENGINES, 0.1, linger_s=0.2)
+    assert time.monotonic() - start < 20 and not bench.closed.is_set()
+    release.set()
+
+
 def test_no_budget_measures_nothing() -> None:
     bench = FakeBench()
     assert calibrate(bench, list(points()), ENGINES, 0.0).seconds == {}

@@ -22,7 +22,11 @@ class Driver:
         self.calls.append(("enter", ordinal))
 
     def call(self, name: str, *arguments: Any) -> None:
-        assert all(C.sizeof(each) == (4 if isinstance(each, C.c_uint) else 8) for each in arguments)
+        wide = (C.c_uint64, C.c_size_t, C.c_void_p)  # an int would be cut to 32 bits
+        assert all(isinstance(each, (*wide, C.c_int, C.c_uint, C.Array)) for each in arguments)
+        assert all(isinstance(each, wide) for each in arguments if each.value == 8192)
+        if name == "cuDeviceGetPCIBusId":
+            arguments[0].value = b"0000:3b:00.0"
         self.calls.append((name, *(each.value for each in arguments)))
         if name == self.refused:
             raise DeviceError(f"{name} answers CUDA_ERROR_INVALID_VALUE (1)")
@@ -44,3 +48,9 @@ def test_bytes_come_to_where_the_host_wants_them() -> None:
     driver, data = Driver(), np.zeros(100, np.uint8)
     CudaMemory(driver).fetch_into(1 << 40, data)
     assert driver.calls == [("enter", 0), ("cuMemcpyDtoH_v2", data.ctypes.data, 1 << 40, 100)]
+
+
+def test_where_the_device_is() -> None:
+    driver = Driver()
+    assert CudaMemory(driver, 1).bus() == "0000:3b:00.0"
+    assert driver.calls == [("cuDeviceGetPCIBusId", b"0000:3b:00.0", 32, 1)]

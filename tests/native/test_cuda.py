@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,23 @@ def test_memory_is_pinned_in_pieces_that_tile_it(runtime: FakeRuntime, nbytes: i
     assert registered == [(BASE + i * PIECE, size) for i, size in enumerate(pieces)]
     assert runtime.pinned == len(pieces)
     runtime.cuda.unregister(BASE, nbytes, PIECE)
+    assert runtime.pinned == 0
+
+
+@pytest.mark.parametrize("nbytes", [17, PIECE, 3 * PIECE, 3 * PIECE + 4000])
+def test_no_page_is_in_two_pieces(runtime: FakeRuntime, nbytes: int) -> None:
+    """A driver pins whole pages: one that is pinned already it may refuse."""
+    base = BASE + 100
+    runtime.cuda.register(base, nbytes, PIECE)
+    registered = [(at, at + size) for name, at, size in runtime.notes if name == "cudaHostRegister"]
+    assert (registered[0][0], registered[-1][1]) == (base, base + nbytes)
+    for (_, end), (start, _) in pairwise(registered):
+        assert end == start and start % 4096 == 0
+    runtime.cuda.unregister(base, nbytes, PIECE)
+    assert runtime.pinned == 0
+    runtime.fail("cudaHostRegister", 712, after=len(registered) - 1)
+    with pytest.raises(DeviceError, match=f"at offset {registered[-1][0] - base}: "):
+        runtime.cuda.register(base, nbytes, PIECE)
     assert runtime.pinned == 0
 
 
