@@ -75,6 +75,8 @@ class CudaMemory:
         self.cuda.pinned.remove(data.ctypes.data)
 
     def bus(self) -> str:
+        if "bus" in self.cuda.refuse:
+            raise self.cuda.refuse["bus"]
         return self.cuda.bus
 
     def free(self, address: int) -> None:
@@ -392,7 +394,7 @@ def test_the_link_of_another_gpu_is_not_taken(
     tmp_path: Path, capsys: Any, rung: Rung, monkeypatch: pytest.MonkeyPatch, refused: bool
 ) -> None:
     if refused:
-        monkeypatch.setattr(LibCuda, "refuse", {"cuDeviceGetPCIBusId": DeviceError("cuDeviceGetPCIBusId answers 1")})
+        monkeypatch.setattr(LibCuda, "refuse", {"bus": DeviceError("cuDeviceGetPCIBusId answers 1")})
     else:
         monkeypatch.setattr(LibCuda, "bus", "0000:99:00.0")
     _, report = json_of(capsys, "bench", "gds", tmp_path, *OPTIONS)
