@@ -23,7 +23,7 @@ __all__ = ["PinnedMemory", "pinning_on"]
 
 
 class PinnedMemory:
-    """Host memory with room for `nbytes` that are aligned, which the device reaches under its own addresses.
+    """`array`: `nbytes` of host memory, aligned, which the device reaches under its own addresses.
 
     A piece is pinned by itself: whether one copy may have bytes of two is for no documentation to say, so none should.
 
@@ -47,10 +47,11 @@ class PinnedMemory:
         except OSError as exc:
             raise MemoryError(f"{nbytes} bytes of host memory: {exc}") from exc
         memory.madvise(mmap.MADV_DONTFORK)  # a child's copy would part this process's pages from those that are pinned
-        self.array = np.frombuffer(memory, np.uint8)  # all of it: who wants it aligned looks for the place
-        address = int(self.array.ctypes.data)
+        whole = np.frombuffer(memory, np.uint8)
+        start = -int(whole.ctypes.data) % alignment
+        self.array = whole[start : start + nbytes]
         cuda.set_device(device)
-        pinned = _cuda.Registration(cuda, address, len(memory), piece_bytes)
+        pinned = _cuda.Registration(cuda, int(self.array.ctypes.data), nbytes, piece_bytes)
         if not pinned.pinned:
             raise DeviceError(pinned.why)
         # Before the memory goes, whoever forgets it. Not at exit: the process's end unpins it, the driver may hang.

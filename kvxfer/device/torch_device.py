@@ -53,7 +53,7 @@ class _Buffer(Buffer):
         self.tensor: Any = memory[start : start + nbytes]
         self.address, self.nbytes, self.on_device = int(self.tensor.data_ptr()), nbytes, on_device
         self.pinned, self.why = not on_device and not why, why
-        self._start, self._pinned = start, pinned
+        self._pinned = pinned  # whose array is aligned: the first piece begins where the buffer does
 
     def host(self) -> NDArray[np.uint8]:
         """[nbytes], the very memory."""
@@ -66,7 +66,7 @@ class _Buffer(Buffer):
         """Bytes from there on that one copy may have: none crosses two pieces that were pinned by themselves."""
         if self._pinned is None:
             return self.nbytes
-        return self._pinned.piece_bytes - (self._start + offset) % self._pinned.piece_bytes
+        return self._pinned.piece_bytes - offset % self._pinned.piece_bytes
 
     def free(self) -> None:
         """Back to torch's allocator, or unpinned and unmapped."""
