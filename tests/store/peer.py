@@ -376,7 +376,7 @@ class Actor:
         records = b"".join(self.slots[h].chunk_record(k) for h, k in zip(handles, keys_of(numbers), strict=True))
         runner = JobRunner(threads=1, io_timeout_s=30.0, max_lost_threads=1, read_piece_bytes=1 << 20)
         ids = np.array(numbers, dtype=np.int64).reshape(-1, 1)
-        runner.submit(1, STORE, writer._handles, records, ids, writer.digest)
+        runner.submit(1, STORE, [runner.part(p) for p in writer._pages], records, ids, writer.digest)
         while (outcome := runner.poll(STORE)) is None:
             time.sleep(0.001)
         assert not outcome.status.any()
