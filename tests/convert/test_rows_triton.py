@@ -568,7 +568,8 @@ def test_a_table_that_does_not_reach_the_device_is_a_device_error(
     monkeypatch.setattr(torch, "empty", lambda size, *, dtype, pin_memory: empty(size, dtype=dtype))
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **__: self.clone())
     monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(*((torch, "empty") if call == "empty" else (_Event, "record")), refuse)
+    where: Any = torch if call == "empty" else _Event
+    monkeypatch.setattr(where, call, refuse)
     uploads = Uploads(torch.device("cuda", 3))
     with pytest.raises(DeviceError, match="table of 16 bytes did not reach cuda:3: CUDA error") as caught:
         uploads.put(int64(1, 2))
