@@ -132,6 +132,16 @@ def test_units_of_the_largest_job_are_counted_in_31_bits(monkeypatch: pytest.Mon
     assert (table.units, table.span) == (6, 4)
 
 
+def test_writers_are_elected_by_the_page_and_not_by_its_place_in_the_chunk() -> None:
+    placed = row_tables.place_cell(
+        cell([run(0, 0, 16)], page=16, place=16, num_writers=3, writer_index=1), 0, 4096, 64, 2, 32
+    )
+    tables = row_tables.RowTables([[placed]], 2, 16)
+    pages = int64(1, 2, 4, 5)
+    job = int64(0, 1, 2, 3), pages, int64(4), int64(0, 0, 0, 0), pages % 2
+    assert tables.job(*job, span=1, elected=True).nbytes == 2 * 16  # pages 1 and 4, in places 1 and 0
+
+
 def test_fragments_that_touch_are_one() -> None:
     touching = (run(0, 8, 4, 3, 4, 4), run(12, 20, 4), run(16, 32, 4), run(20, 36, 2, 2, 4, 4))
     assert row_tables.joined(touching) == (run(0, 8, 16), run(16, 32, 4), run(20, 36, 2, 2, 4, 4))
