@@ -102,13 +102,12 @@ def available(device: Probe) -> Probe:
 
 
 @cache
-def load(path: Path | None = None) -> Cuda:
+def load(path: Path) -> CudaRuntime:
     """The library, loaded. Only where a device has answered.
 
     Raises:
         NativeError: it is missing, cannot be loaded, or was built for another version of this file.
     """
-    path = path or library_path()
     try:
         dll = C.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
@@ -118,7 +117,7 @@ def load(path: Path | None = None) -> Cuda:
         raise NativeError(f"cannot load {path.name}: {exc}; reinstall kvxfer where nvcc is found") from exc
     if (version := dll.kvx_cuda_abi_version()) != ABI_VERSION:
         raise NativeError(f"{path.name} has ABI version {version}, this kvxfer needs {ABI_VERSION}; reinstall kvxfer")
-    return Cuda(dll)
+    return CudaRuntime(dll)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ class Where:
     device_address: int  # 0: no kernel reaches it
 
 
-class Cuda:
+class CudaRuntime:
     """The calls of cuda_batch.h. They are for the calling thread's device: `set_device` first, in every thread.
 
     Every method raises DeviceError, with CUDA's name and text of the error, DeviceMemoryError where memory ran out.
@@ -261,9 +260,9 @@ class Registration:
     A refusal is no error: copies are slower from memory that is not pinned, and no kernel reaches it.
     """
 
-    def __init__(self, cuda: Cuda, address: int, nbytes: int, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, cuda: CudaRuntime, address: int, nbytes: int, piece_bytes: int = PIECE_BYTES) -> None:
         self._numbers = (address, nbytes, piece_bytes)
-        self._cuda: Cuda | None = cuda
+        self._cuda: CudaRuntime | None = cuda
         self.why = ""
         try:
             cuda.register(*self._numbers)

@@ -12,7 +12,7 @@ from bench.kernels import page, rules
 from bench.kernels.code import Compiled, UnreadableError
 from bench.kernels.compiling import compiled
 
-PROCESSES = min(4, os.cpu_count() or 1)  # four minutes of one core in all, most of them the disassembler's start
+PROCESSES = min(4, os.cpu_count() or 1)  # four minutes of one core in all, half of them the disassembler's start
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvxfer.io.system import sys_open
 from kvxfer.staging import AlignedBuffer
 
 Mask = NDArray[np.bool_]
+PageWork = Callable[[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]], None]
 
 
 class Checker(ABC):
@@ -55,6 +57,8 @@ class Made(Checker):
     def __init__(self, content: Content, file_bytes: list[int], mode: str) -> None:
         self.content = content
         self._versions = [np.zeros(nbytes // PAGE, dtype=np.uint32) for nbytes in file_bytes]
+        self._next: dict[int, NDArray[np.uint32]] = {}  # slot of a write: the versions that it brings
+        self._lost = 0  # the highest version of a write that was made: pages that nobody knows go on from there
         back = "read back through the page cache" if mode == "buffered" else "read back"
         self.said = (
             f"outside the timing, every byte that was read or written (and {back}) compared with content made from "
@@ -99,7 +103,7 @@ class Made(Checker):
                 pages = slice(first, first + burst.nbytes // PAGE)
                 known = self._versions[file][pages]
                 self._next[slot] = (np.where(known == UNKNOWN, self._lost, known) + 1).astype(np.uint32)
-            self._each_step(burst, start, count, lambda at, f, p, v: self._put(memory, at, f, p, v))
+            self._each_step(burst, start, count, partial(self._put, memory))
 
     def settle(self, burst: Burst) -> None:
         """See Checker: pages under a write that failed hold what nobody knows."""
@@ -128,9 +132,6 @@ class Made(Checker):
             self._each_step(burst, start, count, check)
         return list(found.values())
 
-    _lost = 0  # the highest version that any write had
-    _next: dict[int, NDArray[np.uint32]]
-
     def _put(
         self,
         memory: Memory,
@@ -143,9 +144,8 @@ class Made(Checker):
         self.content.fill(window, self.content.stamps(file, page, version))
         memory.put(at, window)
 
-    def _each_step(self, burst: Burst, start: int, count: int, work: object) -> None:
+    def _each_step(self, burst: Burst, start: int, count: int, work: PageWork) -> None:
         """Calls `work(first byte, file, page, version of each page)` for slots start to start + count, in steps."""
-        assert callable(work)
         pages = burst.nbytes // PAGE
         slots = np.repeat(np.arange(start, start + count), pages)
         file = burst.file[slots]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.cli.bench_content import PAGE
+from kvxfer.io import ladder
 from kvxfer.staging import AlignedBuffer
 
 STEP_BYTES = 16 << 20  # that the host holds of a device's memory at a time
@@ -85,29 +86,17 @@ class HostMemory(Memory):
         """Its views may live on."""
 
 
-class Allocator(Protocol):
-    """A device's memory. Every call waits for it; calls come from many threads at once."""
-
-    def alloc(self, nbytes: int) -> int:
-        """The address of new memory. DeviceMemoryError where there is not as much."""
-
-    def fill(self, address: int, data: U8) -> None:
-        """Copies host bytes there."""
-
-    def fetch(self, address: int, nbytes: int) -> U8:
-        """A copy of its bytes."""
+class Allocator(ladder.DeviceMemory, Protocol):
+    """A device's memory, as CudaMemory has it. Every call waits for it; calls come from many threads at once."""
 
     def fetch_into(self, address: int, data: U8) -> None:
-        """The same, to where the host wants it."""
+        """As `fetch`, to where the host wants it."""
 
     def pin(self, data: U8) -> str:
         """Makes host memory fast to copy from and to; why not, where it cannot."""
 
     def unpin(self, data: U8) -> None:
         """Undoes it."""
-
-    def free(self, address: int) -> None:
-        """Gives it back."""
 
     def bus(self) -> str:
         """Where the device is, of PCI: "0000:3B:00.0"."""

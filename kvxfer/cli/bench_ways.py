@@ -6,21 +6,17 @@ From the top: `gds` (kvikio, GPUDirect Storage), `compat` (kvikio's own way thro
 
 from __future__ import annotations
 
-import ctypes
-import importlib
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvxfer import probe
 from kvxfer.cli.bench_memory import Allocator, Bounce, BouncedMemory, DeviceMemory, HostMemory, Memory
 from kvxfer.cli.bench_plan import DEVICE_MODES, Plan
-from kvxfer.errors import ConfigError, DeviceError, IOFault, KvxferError
+from kvxfer.errors import ConfigError, IOFault, KvxferError
+from kvxfer.io import gds, ladder, libcuda
 from kvxfer.io.modes import IOMode, probe_mode
 from kvxfer.io.posix import PosixFile
 from kvxfer.io.system import sys_dioalign, sys_open
@@ -130,9 +126,9 @@ class KvikioWay(Way):
 
     alignment = ALIGNMENT
 
-    def __init__(self, mode: str, gds: Any, backend: Any, device: Allocator) -> None:
-        """`gds`: the module kvxfer.io.gds; `backend`: one of its GdsBackend, which is closed with this."""
-        self.mode, self._gds, self._backend, self._device = mode, gds, backend, device
+    def __init__(self, mode: str, backend: gds.GdsBackend, device: Allocator) -> None:
+        """`backend` is closed with this."""
+        self.mode, self._backend, self._device = mode, backend, device
         self.why = f"kvikio, requests of at most {backend.request_bytes} bytes"
 
     def open(self, path: Path, *, writable: bool) -> Opened:
@@ -141,7 +137,7 @@ class KvikioWay(Way):
 
     def memory(self, nbytes: int, largest: int) -> Memory:
         """See Way. Registered where the driver lets it."""
-        memory = DeviceMemory(self._device, nbytes, self._gds.Window, self._backend.deregister)
+        memory = DeviceMemory(self._device, nbytes, gds.Window, self._backend.deregister)
         if refused := self._backend.register(memory.address, nbytes):
             self.why += f"; memory is not registered: {refused}"
         return memory
@@ -158,14 +154,14 @@ class KvikioWay(Way):
 class _Waited:
     """A file of a backend whose transfers are futures."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: gds.GdsFile) -> None:
         self._file = file
 
     def read(self, buf: Any, size: int, file_offset: int) -> int:
-        return int(self._file.pread(buf, size, file_offset).get())
+        return self._file.pread(buf, size, file_offset).get()
 
     def write(self, buf: Any, size: int, file_offset: int) -> int:
-        return int(self._file.pwrite(buf, size, file_offset).get())
+        return self._file.pwrite(buf, size, file_offset).get()
 
     def close(self) -> None:
         self._file.close()
@@ -199,7 +195,7 @@ def choose(plan: Plan, place: Place, timeout_s: float = probe.TIMEOUT_S) -> Way:
                 raise ConfigError(f"{option}: {cuda}")
             steps.append(f"gds and compat: {cuda}")
         else:
-            device = CudaAllocator(cuda)
+            device = libcuda.CudaMemory(cuda)
             if plan.mode in (*DEVICE_MODES, "auto"):
                 kvikio = _kvikio(plan, place, cuda, device, timeout_s, steps)
                 if kvikio is not None:
@@ -214,56 +210,18 @@ def choose(plan: Plan, place: Place, timeout_s: float = probe.TIMEOUT_S) -> Way:
     return way
 
 
-class CudaAllocator:
-    """`Allocator`, by the driver's own calls: no framework is needed."""
-
-    def __init__(self, cuda: Any) -> None:
-        """`cuda`: a kvxfer.io.libcuda.LibCuda."""
-        self._cuda = cuda
-        self._memory = importlib.import_module("kvxfer.io.libcuda").CudaMemory(cuda)
-        self.alloc, self.fill = self._memory.alloc, self._memory.fill
-        self.fetch, self.free = self._memory.fetch, self._memory.free
-
-    def fetch_into(self, address: int, data: NDArray[np.uint8]) -> None:
-        """See Allocator."""
-        self._cuda.enter_device(0)
-        target = ctypes.c_void_p(data.ctypes.data)
-        self._cuda.call("cuMemcpyDtoH_v2", target, ctypes.c_uint64(address), ctypes.c_size_t(data.nbytes))
-
-    def pin(self, data: NDArray[np.uint8]) -> str:
-        """See Allocator."""
-        self._cuda.enter_device(0)
-        place, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
-        try:
-            self._cuda.call("cuMemHostRegister_v2", place, size, ctypes.c_uint(0))
-        except DeviceError as exc:
-            return str(exc)
-        return ""
-
-    def unpin(self, data: NDArray[np.uint8]) -> None:
-        """See Allocator."""
-        self._cuda.enter_device(0)
-        self._cuda.call("cuMemHostUnregister", ctypes.c_void_p(data.ctypes.data))
-
-    def bus(self) -> str:
-        """See Allocator."""
-        text = ctypes.create_string_buffer(32)
-        self._cuda.call("cuDeviceGetPCIBusId", text, ctypes.c_int(len(text)), ctypes.c_int(0))
-        return text.value.decode()
-
-
-def _cuda(timeout_s: float) -> Any:
+def _cuda(timeout_s: float) -> libcuda.LibCuda | str:
     """The driver, or why there is none: it is only touched here where a child has had an answer."""
     if not (found := probe.cuda(timeout_s)).ok:
         return f"no CUDA device: {found.why}"
     try:
-        return importlib.import_module("kvxfer.io.libcuda").LibCuda()
-    except (ImportError, KvxferError) as exc:
+        return libcuda.LibCuda()
+    except KvxferError as exc:
         return str(exc)
 
 
 def _kvikio(
-    plan: Plan, place: Place, cuda: Any, device: Allocator, timeout_s: float, steps: list[str]
+    plan: Plan, place: Place, cuda: libcuda.LibCuda, device: Allocator, timeout_s: float, steps: list[str]
 ) -> KvikioWay | None:
     """kvikio's way, which a test by reading back has shown to work in the directory; None, and `steps`, where not."""
     if place.sample is not None:
@@ -273,9 +231,8 @@ def _kvikio(
         steps.append(f"gds and compat: {why}")
         return None
     try:
-        gds, ladder = (importlib.import_module(f"kvxfer.io.{name}") for name in ("gds", "ladder"))
         rung = ladder.climb(place.directory, device, want=plan.mode, timeout_s=timeout_s, cuda=cuda)
-        steps += [str(step) for step in rung.steps]
+        steps += [_in_our_words(step) for step in rung.steps]
         if rung.name == "host":
             return None
         backend = gds.GdsBackend(
@@ -284,12 +241,17 @@ def _kvikio(
             request_bytes=rung.request_bytes,
             cuda=cuda,
         )
-    except (ImportError, KvxferError) as exc:
+    except KvxferError as exc:
         if plan.mode != "auto":
             raise ConfigError(f"--mode {plan.mode}: {exc}") from exc
         steps.append(f"gds and compat: {exc}")
         return None
-    return KvikioWay("gds" if rung.name == "direct" else "compat", gds, backend, device)
+    return KvikioWay("gds" if rung.name == "direct" else "compat", backend, device)
+
+
+def _in_our_words(step: str) -> str:
+    """A step of the ladder's: its rung `direct` is the mode `gds`, and `direct` is O_DIRECT here."""
+    return step.replace("direct", "gds", 1) if step.startswith("direct") else step
 
 
 def _posix(plan: Plan, place: Place) -> IOMode:

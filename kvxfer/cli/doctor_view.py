@@ -54,7 +54,7 @@ def show(report: Report, console: Console | None = None) -> None:
     for problem in report.problems:
         console.print(Text(f"Does not work: {clean(problem)}", style="bold red"))
     if report.ok:
-        console.print("All that this version needs works. It moves host memory; no GPU is needed.")
+        console.print("All that this version needs works. No GPU is needed: host memory is moved without one.")
 
 
 def _show_memory(console: Console, memory: Memory) -> None:

@@ -2,9 +2,10 @@
 
 Bytes are moved as integers, never computed on, so every dtype survives bit for bit. A *vector* of VECTOR bytes (1 to
 16) is what divides all sizes, strides and addresses of a call; it is loaded and stored whole, as words of 4 bytes, or
-of 2 or 1 where the vector is shorter. A *tile* is 4 KiB of vectors, what a program moves in one turn: a row of the
-checksum. A *unit* is consecutive tiles of one segment of one chunk; program p does the units p, p + programs, ... so
-that any number of programs does the whole call.
+of 2 or 1 where the vector is shorter. A *tile* is 4 KiB of vectors, a row of the checksum: a program moves it in one
+turn of LANES vectors, or in several where vectors are so short that a thread's registers would not do. A *unit* is
+consecutive tiles of one segment of one chunk; program p does the units p, p + programs, ... so that any number of
+programs does the whole call.
 
 Addresses are 64-bit integers that the launcher has checked, and so are all byte offsets. Alignment is asserted only
 after an address has become a pointer: without that, accesses through a table of addresses turn scalar.
@@ -103,6 +104,7 @@ def move_planes(
     FRAGMENTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     VECTOR: tl.constexpr,
+    LANES: tl.constexpr,
     SCATTER: tl.constexpr,
     SUMS: tl.constexpr,
     LONG: tl.constexpr,
@@ -124,15 +126,16 @@ def move_planes(
         stage: address of the first chunk's payload area, `stage_stride` bytes a chunk.
         parts, tiles, units: units of a segment, tiles of a unit, units of the call.
         FRAGMENT, FRAGMENTS, BLOCKS: vectors of a fragment, fragments of a page, blocks of a chunk.
+        LANES: vectors of a turn, which divides those of a tile.
         LONG: vectors of a segment, or bytes of a page, need more than 31 bits.
     """
     INDEX: tl.constexpr = tl.uint64 if LONG else tl.uint32  # unsigned: divisions become shifts or products
-    TILE: tl.constexpr = 4096
-    VECTORS: tl.constexpr = TILE // VECTOR
+    VECTORS: tl.constexpr = 4096 // VECTOR  # of a tile
+    TURNS: tl.constexpr = VECTORS // LANES
     PAGE: tl.constexpr = FRAGMENT * FRAGMENTS
     PLANE: tl.constexpr = PAGE * BLOCKS
-    lane = tl.arange(0, VECTORS).to(INDEX)
-    if SUMS:
+    lane = tl.arange(0, LANES).to(INDEX)
+    if SUMS and TURNS == 1:
         columns = _columns(lane, k1, VECTOR)  # in registers for the whole program
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         segment = unit // parts % segments
@@ -144,21 +147,21 @@ def move_planes(
         my_planes = planes + segment * num_planes
         my_blocks = block_ids + chunk * BLOCKS
         if SUMS:
-            total = tl.zeros([VECTORS], tl.uint64)
+            total = tl.zeros([LANES], tl.uint64)
         end = padded
         if SCATTER:
             end = payload
-        first = unit % parts * tiles
-        for tile in range(first, tl.minimum(first + tiles, ((end + VECTORS - 1) // VECTORS).to(tl.int32))):
-            at = tl.cast(tile, INDEX) * VECTORS
+        first = unit % parts * tiles * TURNS
+        for turn in range(first, tl.minimum(first + tiles * TURNS, ((end + LANES - 1) // LANES).to(tl.int32))):
+            at = tl.cast(turn, INDEX) * LANES
             vector = at + lane
             inside = vector < payload
             staged = _pointers(start + vector.to(tl.int64) * VECTOR, VECTOR)
-            if PLANE % VECTORS == 0:  # the tile is in one plane
+            if PLANE % LANES == 0:  # the turn is in one plane
                 plane = at // PLANE
                 in_plane = at % PLANE
                 there = at < payload
-                if PAGE % VECTORS == 0:  # and in one page
+                if PAGE % LANES == 0:  # and in one page
                     block = in_plane // PAGE
                     in_page = in_plane % PAGE + lane
                 else:
@@ -181,7 +184,9 @@ def move_planes(
                 words = tl.load(paged, mask=present, other=0)
                 tl.store(staged, words, mask=(vector < padded)[:, None])
             if SUMS:
-                row = tl.load(k2 + tile, mask=at < payload, other=0).to(tl.uint64, bitcast=True)
+                row = tl.load(k2 + turn // TURNS, mask=at < payload, other=0).to(tl.uint64, bitcast=True)
+                if TURNS > 1:
+                    columns = _columns(at % VECTORS + lane, k1, VECTOR)
                 total += _row_sums(words, columns, lane, VECTOR) * row
         if SUMS:
             _add(sums + chunk * sums_stride + tl.load(place + 1), total)
@@ -203,6 +208,7 @@ def move_tiles(
     chunk_units: tl.int32,
     units: tl.int32,
     VECTOR: tl.constexpr,
+    LANES: tl.constexpr,
     SCATTER: tl.constexpr,
     SUMS: tl.constexpr,
 ):
@@ -220,16 +226,18 @@ def move_tiles(
     """
     TILE: tl.constexpr = 4096
     VECTORS: tl.constexpr = TILE // VECTOR
-    lane = tl.arange(0, VECTORS)
+    TURNS: tl.constexpr = VECTORS // LANES
+    lane_of_turn = tl.arange(0, LANES)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         chunk = (unit // chunk_units).to(tl.int64)
         mine = unit_table + unit % chunk_units * UNIT_COLUMNS
         place = places + tl.load(mine) * PLACE_COLUMNS
         start = stage + chunk * stage_stride + tl.load(place)
         if SUMS:
-            total = tl.zeros([VECTORS], tl.uint64)
-        for tile in range(tl.load(mine + 1), tl.load(mine + 2)):
-            entry = tile_table + tile * TILE_COLUMNS
+            total = tl.zeros([LANES], tl.uint64)
+        for turn in range(tl.load(mine + 1) * TURNS, tl.load(mine + 2) * TURNS):
+            entry = tile_table + turn // TURNS * TILE_COLUMNS
+            lane = tl.cast(turn % TURNS * LANES, tl.int32) + lane_of_turn
             offset = tl.load(entry)
             inside = lane < (tl.load(entry + 1) // VECTOR).to(tl.int32)
             staged = _pointers(start + offset + lane.to(tl.int64) * VECTOR, VECTOR)
@@ -270,25 +278,29 @@ def sum_segments(
     tiles: tl.int32,
     units: tl.int32,
     VECTOR: tl.constexpr,
+    LANES: tl.constexpr,
     LONG: tl.constexpr,
 ):
     """sums[c, number of s] += the checksum of the payload of segment s of chunk c in `stage`. See `move_planes`."""
     INDEX: tl.constexpr = tl.uint64 if LONG else tl.uint32
-    TILE: tl.constexpr = 4096
-    VECTORS: tl.constexpr = TILE // VECTOR
-    lane = tl.arange(0, VECTORS).to(INDEX)
-    columns = _columns(lane, k1, VECTOR)
+    VECTORS: tl.constexpr = 4096 // VECTOR
+    TURNS: tl.constexpr = VECTORS // LANES
+    lane = tl.arange(0, LANES).to(INDEX)
+    if TURNS == 1:
+        columns = _columns(lane, k1, VECTOR)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         chunk = (unit // parts // segments).to(tl.int64)
         place = places + unit // parts % segments * PLACE_COLUMNS
         payload = (tl.load(place + 2) // VECTOR).to(INDEX)
         start = stage + chunk * stage_stride + tl.load(place)
-        total = tl.zeros([VECTORS], tl.uint64)
-        first = unit % parts * tiles
-        for tile in range(first, tl.minimum(first + tiles, ((payload + VECTORS - 1) // VECTORS).to(tl.int32))):
-            vector = tl.cast(tile, INDEX) * VECTORS + lane
+        total = tl.zeros([LANES], tl.uint64)
+        first = unit % parts * tiles * TURNS
+        for turn in range(first, tl.minimum(first + tiles * TURNS, ((payload + LANES - 1) // LANES).to(tl.int32))):
+            vector = tl.cast(turn, INDEX) * LANES + lane
             staged = _pointers(start + vector.to(tl.int64) * VECTOR, VECTOR)
             words = tl.load(staged, mask=(vector < payload)[:, None], other=0)
-            row = tl.load(k2 + tile).to(tl.uint64, bitcast=True)
+            row = tl.load(k2 + turn // TURNS).to(tl.uint64, bitcast=True)
+            if TURNS > 1:
+                columns = _columns(vector % VECTORS, k1, VECTOR)
             total += _row_sums(words, columns, lane, VECTOR) * row
         _add(sums + chunk * sums_stride + tl.load(place + 1), total)

@@ -46,7 +46,10 @@ __all__ = [
 ]
 
 INTERPRETED = not isinstance(kernels.move_planes, triton.runtime.JITFunction)
-WARPS = {16: 4, 8: 4, 4: 8, 2: 8, 1: 16}  # by vector: a tile of short ones has many words, a thread few registers
+WARPS = {16: 4, 8: 4, 4: 8, 2: 8, 1: 8}  # by vector
+# Vectors of a turn: every one has its addresses in a thread's registers, and of more than four a thread some compiler
+# spills. So a tile of 2-byte vectors takes two turns, one of single bytes four.
+LANES = {vector: min(TILE // vector, 1024) for vector in WARPS}
 # A program's first and last words cost two tiles' time: more tiles spread that, as long as enough programs are left for
 # every multiprocessor to end at about the same time.
 UNITS_PER_SM = 20
@@ -96,7 +99,7 @@ class Variant:
     attrs: dict[tuple[int, ...], list[list[Any]]]
     num_warps: int
     sector: int  # bytes that one global access of pages and chunks should move: 16 where all is aligned
-    tile_bytes: int = TILE  # that a program moves in one turn of its innermost loop
+    tile_bytes: int  # that a program moves in one turn of its innermost loop
 
 
 def gather(
@@ -173,7 +176,7 @@ def checksum(src: Tensor, mapping: CanonicalMapping, sums: Tensor, *, programs: 
         kernels.sum_segments[(_grid(units, programs),)](
             tables.places, tables.k1, tables.k2, cleared, at, stride, mapping.slot.num_segments,
             len(mapping.segments), parts, tiles, units,
-            VECTOR=vector, LONG=_long(tables, vector), num_warps=WARPS[vector],
+            **_turn(vector), LONG=_long(tables, vector), num_warps=WARPS[vector],
         )  # fmt: skip
 
 
@@ -211,7 +214,7 @@ def _move(
         at, stride = stage.data_ptr(), _stride(stage, mapping)
         tables = (block_ids, plan.sums.k1, plan.sums.k2, target, at, stride, mapping.slot.num_segments)
         vector = gcd(plan.grain, at, stride)
-        options = {"VECTOR": vector, "SCATTER": to_pages, "SUMS": sums is not None, "num_warps": WARPS[vector]}
+        options = {**_turn(vector), "SCATTER": to_pages, "SUMS": sums is not None, "num_warps": WARPS[vector]}
         if plan.shape is None:
             _launch_tiles(plan, mapping, chunks, programs, tables, options)
         else:
@@ -245,6 +248,10 @@ def _launch_tiles(
     kernels.move_tiles[(_grid(units, programs),)](
         plan.tiles, plan.units, plan.sums.places, *tables, mapping.blocks_per_chunk, chunk_units, units, **options
     )
+
+
+def _turn(vector: int) -> dict[str, int]:
+    return {"VECTOR": vector, "LANES": LANES[vector]}
 
 
 def _plane_sizes(shape: Shape, vector: int) -> dict[str, int]:
@@ -436,13 +443,13 @@ def variants() -> Iterator[Variant]:
         page = layout(geometry, geometry.num_kv_heads)
         shape = shape_of(kvx1_mapping(geometry, ShardSpec(), page, blocks_per_chunk=blocks))
         assert shape is not None
-        sizes = {**_plane_sizes(shape, vector), "VECTOR": vector, "LONG": False}
+        sizes = {**_plane_sizes(shape, vector), **_turn(vector), "LONG": False}
         for mode, options in _MODES.items():
             yield _variant(f"planes-{name}-{mode}", kernels.move_planes, sizes | options, vector)
     for vector in (16, 8, 4, 2, 1):
         for mode, options in _MODES.items():
-            yield _variant(f"tiles-{vector}-{mode}", kernels.move_tiles, {"VECTOR": vector} | options, vector)
-        yield _variant(f"sum-{vector}", kernels.sum_segments, {"VECTOR": vector, "LONG": False}, vector)
+            yield _variant(f"tiles-{vector}-{mode}", kernels.move_tiles, _turn(vector) | options, vector)
+        yield _variant(f"sum-{vector}", kernels.sum_segments, _turn(vector) | {"LONG": False}, vector)
     yield _variant("clear", kernels.clear_sums, {"SPAN": CLEAR_SPAN}, 8)
 
 
@@ -475,4 +482,5 @@ def _variant(name: str, kernel: Any, constexprs: dict[str, Any], sector: int) ->
             signature[argument] = _POINTERS.get(argument) or f"i{parameter.annotation.primitive_bitwidth}"
         if argument in _ALIGNED:
             attrs[(index,)] = [["tt.divisibility", 16]]
-    return Variant(name, kernel, signature, constexprs, attrs, WARPS[sector], sector)
+    tile_bytes = sector * LANES[sector]
+    return Variant(name, kernel, signature, constexprs, attrs, WARPS[sector], sector, tile_bytes)

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from kvxfer.convert.launch import Variant
 from kvxfer.convert.native_rows import RowMemory
-from kvxfer.convert.pages import memory_of
+from kvxfer.convert.pages import device_memory_of
 from kvxfer.convert.row_kernels import move_rows
 from kvxfer.convert.row_tables import TILE, WIDEST, PlacedCell, RowTables, place_cell
 from kvxfer.convert.rows import check_job
-from kvxfer.errors import DeviceError, LayoutError
+from kvxfer.errors import DeviceError, DeviceMemoryError, LayoutError
 from kvxfer.rows import RowMapping
 
 __all__ = ["DeviceRowPlan", "RowJob", "Uploads", "variants"]
@@ -82,7 +82,7 @@ class DeviceRowPlan:
                 raise LayoutError(f"{len(mine)} tensors were given, the mapping has {len(group.cells)}")
             cells: list[PlacedCell] = []
             for index, (cell, tensor) in enumerate(zip(group.cells, mine, strict=True)):
-                address, available, writable = _memory_of(tensor, index)
+                _, address, available, writable = device_memory_of(tensor, index)
                 cells.append(place_cell(cell, index, address, available, self.blocks_per_chunk, rows.row_stride))
                 self._writable &= writable
             self._cells.append(cells)
@@ -136,7 +136,8 @@ class DeviceRowPlan:
 
         Raises:
             LayoutError: an id does not fit, the rows are read-only, or the plan is closed; nothing is written.
-            DeviceError: the stream is being captured: see `prepare`.
+            DeviceError: the stream is being captured: see `prepare`. Or the job's table did not reach the device;
+                DeviceMemoryError where memory for it ran out.
         """
         job = self.prepare(block_ids, pages, group_pages, gather=True, rows=rows, places=places)
         return self.launch(job, programs=programs)
@@ -252,14 +253,23 @@ class Uploads:
         self._held: list[tuple[Any, Any]] = []  # event, pinned memory
 
     def put(self, words: NDArray[np.int64]) -> Any:
-        """A tensor with these words, for what comes on the current stream from now on. Waits for nothing."""
+        """A tensor with these words, for what comes on the current stream from now on. Waits for nothing.
+
+        Raises:
+            DeviceMemoryError: there is not as much memory, pinned or the device's.
+            DeviceError: the device refused.
+        """
         if self._device.type == "cpu":
             return torch.from_numpy(words)
-        pinned = torch.empty(words.size, dtype=torch.int64, pin_memory=True)
-        pinned.numpy()[:] = words
-        there = pinned.to(self._device, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
+        try:
+            pinned = torch.empty(words.size, dtype=torch.int64, pin_memory=True)
+            pinned.numpy()[:] = words
+            there = pinned.to(self._device, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        except RuntimeError as exc:  # torch has one kind for nearly all; CUDA's text tells what it was
+            kind = DeviceMemoryError if "out of memory" in str(exc).lower() else DeviceError
+            raise kind(f"a job's table of {words.nbytes} bytes did not reach {self._device}: {exc}") from exc
         with self._lock:
             self._held = [pair for pair in self._held if not pair[0].query()]
             self._held.append((copied, pinned))
@@ -281,15 +291,6 @@ def _device_of(tensors: Sequence[Sequence[Any]]) -> Any:
     if device.type != "cuda" and isinstance(move_rows, triton.JITFunction):
         raise DeviceError(f"the tensors are on {device}: want CUDA, or TRITON_INTERPRET=1 from the start")
     return device
-
-
-def _memory_of(tensor: Any, index: int) -> tuple[int, int, bool]:
-    """As `memory_of`, for tensors of any device."""
-    if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        available = (last + 1) * tensor.element_size() if tensor.numel() else 0
-        return int(tensor.data_ptr()), available, True
-    return memory_of(tensor, index)
 
 
 def _processors(device: Any) -> int:

@@ -58,7 +58,7 @@ class KVPages:
         devices: list[str] = []
         writable = True
         for index, (tensor, local) in enumerate(zip(tensors, mapping.tensors, strict=True)):
-            device, address, available, may_write = _memory_of(tensor, index)
+            device, address, available, may_write = device_memory_of(tensor, index)
             devices.append(device)
             if device != devices[0]:
                 raise LayoutError(f"tensor {index} is on {device} and tensor 0 on {devices[0]}: want one device")
@@ -115,14 +115,18 @@ def memory_of(tensor: Any, index: int) -> tuple[int, int, bool]:
     Raises:
         LayoutError: it is not in host memory, or its first element is not its lowest address.
     """
-    device, address, available, writable = _memory_of(tensor, index)
+    device, address, available, writable = device_memory_of(tensor, index)
     if device != "cpu":
         raise LayoutError(f"tensor {index} is on {device}: it must be in host memory")
     return address, available, writable
 
 
-def _memory_of(tensor: Any, index: int) -> tuple[str, int, int, bool]:
-    """A tensor's device, and what `memory_of` says."""
+def device_memory_of(tensor: Any, index: int) -> tuple[str, int, int, bool]:
+    """A tensor's device, "cpu" or a CUDA one's label, and what `memory_of` says.
+
+    Raises:
+        LayoutError: its memory is of another kind, or its first element is not its lowest address.
+    """
     device = "cpu"
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.hasobject:

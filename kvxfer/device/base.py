@@ -7,7 +7,6 @@ checked on one that is simulated (`kvxfer.testing.FakeDevice`), and a fault put 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +52,7 @@ class Buffer(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Not while anything on a stream, or a drive, uses it. Twice is fine."""
+        """Not while anything on a stream, or a drive, uses it. Twice is fine. Never raises, a lost device or not."""
 
 
 class Device(ABC):
@@ -146,7 +145,3 @@ class Device(ABC):
         sums: Buffer,
     ) -> None:
         """The sums that `scatter` would give, of the mapping's segments, and nothing else."""
-
-    def describe(self) -> dict[str, Any]:
-        """What is worth telling about it: name, label."""
-        return {"name": self.name, "label": self.label}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from kvxfer.device.base import Buffer
-from kvxfer.errors import DeviceError, DeviceMemoryError
+from kvxfer.errors import DeviceMemoryError
 from kvxfer.jobs import STORE
 from kvxfer.report import engine_reporter
 
@@ -38,8 +37,7 @@ class Bay:
     def free(self) -> None:
         """Gives the memory back. Not while anything uses it."""
         for buffer in self.buffers:
-            with suppress(DeviceError):  # of a device that was lost: there is nothing to give back
-                buffer.free()
+            buffer.free()
 
 
 class Ring:

@@ -105,6 +105,7 @@ class Carrier(ABC):
 
         Raises:
             DeviceError: as for `begin_store`.
+            KvxferError, MemoryError: it was not begun, and nothing of it is on the device; it does not land.
         """
 
     @abstractmethod

@@ -157,7 +157,7 @@ class CopyBench:
         cuda: for "batch".
     """
 
-    def __init__(self, device: str, cuda: _cuda.Cuda | None = None) -> None:
+    def __init__(self, device: str, cuda: _cuda.CudaRuntime | None = None) -> None:
         self.lane, self.cuda = Lane(device), cuda
         self.work: Workload | None = None
         self.host: Any = None  # chunks in pinned memory
@@ -282,7 +282,7 @@ def driver_version(supports: str, proc: Path) -> str:
     return f"CUDA {supports}" + (f", {own[1]}" if own else "")
 
 
-def engines_of(device: probe.Probe) -> tuple[tuple[str, ...], _cuda.Cuda | None, str]:
+def engines_of(device: probe.Probe) -> tuple[tuple[str, ...], _cuda.CudaRuntime | None, str]:
     """Engines that can be tried on this machine, what "batch" needs, and why it cannot be tried."""
     library = _cuda.available(device)
     if library.ok:

@@ -24,8 +24,9 @@ from kvxfer.device.bays import Bay
 from kvxfer.device.carrier import Batch, Carrier, Landing, all_failed
 from kvxfer.device.form import Form
 from kvxfer.device.gds_slots import Journey, SlotPlan
+from kvxfer.device.job import LivedTime
 from kvxfer.errors import DeviceError, KvxferError
-from kvxfer.io.gds import COMPAT, DIRECT, GdsBackend
+from kvxfer.io.gds import COMPAT, DEPTH, DIRECT, GdsBackend
 from kvxfer.io.ladder import Rung
 from kvxfer.jobs import LOAD, STORE, ChunkError, Status
 from kvxfer.report import engine_reporter
@@ -78,7 +79,7 @@ class _Trip:
     plan: SlotPlan
     stage: _Stage
     event: Event | None = None  # after the device's part
-    since: float = field(default_factory=time.monotonic)
+    since: float = 0.0  # when that was queued, in the carrier's LivedTime
     journeys: list[Journey] = field(default_factory=list)
     summed: list[Journey] = field(default_factory=list)  # those whose bytes had come before the device summed them
     closed: Status | None = None  # nobody waits for it: what has no answer gets this
@@ -106,6 +107,7 @@ class GdsCarrier(Carrier):
 
     def __init__(self, device: Device, backend: GdsBackend, config: EngineConfig) -> None:
         self._device, self._backend, self._timeout = device, backend, config.io_timeout_s
+        self._clock = LivedTime(config.io_timeout_s / 8)
         # A load's sums must not wait behind a store's, which wait for its pages.
         self._streams: dict[int, Stream] = {STORE: device.stream(), LOAD: device.stream()}
         self._lock = threading.RLock()  # not held over a call of the device, which may never return
@@ -143,7 +145,7 @@ class GdsCarrier(Carrier):
         self._device.wait(self._streams[STORE], filled)
         event = self._fetch_sums(batch, bay)
         with self._lock:
-            self._trips[batch] = trip = _Trip(batch, self._plan(batch.form), _Stage.SUMS, event)
+            self._trips[batch] = trip = _Trip(batch, self._plan(batch.form), _Stage.SUMS, event, self._clock())
             if self._closing:
                 trip.close(Status.CANCELLED, drain=True)
 
@@ -331,7 +333,7 @@ class GdsCarrier(Carrier):
         for part in batch.form.gathers:  # which hold all segments
             mapping, stream = batch.form.mappings[part], self._streams[LOAD]
             self._device.checksum(stream, mapping, batch.chunks, bay.device, batch.form.chunk_bytes, bay.sums)
-        trip.event, trip.since, trip.stage = self._fetch_sums(batch, bay), time.monotonic(), _Stage.CHECK
+        trip.event, trip.since, trip.stage = self._fetch_sums(batch, bay), self._clock(), _Stage.CHECK
 
     @staticmethod
     def _waits(trip: _Trip) -> bool:
@@ -345,7 +347,7 @@ class GdsCarrier(Carrier):
         assert trip.event is not None
         if trip.event.done():
             return True
-        if time.monotonic() - trip.since > self._timeout:
+        if self._clock() - trip.since > self._timeout:
             raise DeviceError(f"sums did not come within io_timeout_s={self._timeout}")
         return False
 
@@ -449,7 +451,7 @@ def backend_for(rung: Rung, config: EngineConfig) -> GdsBackend | None:
         return None
     return GdsBackend(
         rung.name,
-        depth=max(config.io_threads, 16),
+        depth=max(config.io_threads, DEPTH),
         request_bytes=rung.request_bytes,
         io_timeout_s=config.io_timeout_s,
         max_lost=config.max_lost_threads,

@@ -25,7 +25,7 @@ from kvxfer.jobs import ChunkError, Status
 from kvxfer.report import engine_reporter
 from kvxfer.slot import TRAILER_SUMS
 
-__all__ = ["Identity", "Journey", "SlotPlan", "Span"]
+__all__ = ["Journey", "Owner", "SlotPlan", "Span"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def _spans(items: Iterator[tuple[int, int]]) -> tuple[Span, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Owner:
     """Who a slot's trailers must say it is."""
 
     digest: bytes
@@ -116,7 +116,7 @@ class Journey:
         self.call: Call | None = None
         self._plan, self._address, self._pages, self._block_ids = plan, address, pages, block_ids
         self._start, self._handle = int(record.slot_offset), record.file
-        self._identity = Identity(digest, bytes(record.key)[: record.key_bytes], int(record.generation))
+        self._owner = Owner(digest, bytes(record.key)[: record.key_bytes], int(record.generation))
         self._lock = threading.Lock()
         self._begun = self._stopped = self._midway = False
         self._arrived = False  # of a load: all of it, by trailers that are right
@@ -248,15 +248,15 @@ class Journey:
         count = min(slot.segments_per_trailer, slot.num_segments - first)
         if (found.first_segment, found.segment_count) != (first, count):
             return Status.FOREIGN
-        who = Identity(bytes(found.namespace_digest), bytes(found.key)[: found.key_bytes], found.generation)
-        if who != self._identity:
+        who = Owner(bytes(found.namespace_digest), bytes(found.key)[: found.key_bytes], found.generation)
+        if who != self._owner:
             return Status.FOREIGN
         held = np.unpackbits(np.frombuffer(bytes(found.mask), np.uint8), bitorder="little")
         return Status.OK if held[np.flatnonzero(self._block_ids != -1)].all() else Status.ABSENT
 
     def _fields(self) -> _native.Trailer:
         """All of a trailer page's fields but its segments."""
-        slot, who = self._plan.slot, self._identity
+        slot, who = self._plan.slot, self._owner
         fields = _native.Trailer(
             key_bytes=len(who.key),
             num_segments=slot.num_segments,

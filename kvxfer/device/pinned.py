@@ -34,7 +34,7 @@ class PinnedMemory:
 
     def __init__(
         self,
-        cuda: _cuda.Cuda,
+        cuda: _cuda.CudaRuntime,
         device: int,
         nbytes: int,
         alignment: int = mmap.PAGESIZE,
@@ -63,7 +63,7 @@ class PinnedMemory:
         self._release()
 
 
-def _unpin(pinned: _cuda.Registration, cuda: _cuda.Cuda, device: int, pid: int, memory: mmap.mmap) -> None:
+def _unpin(pinned: _cuda.Registration, cuda: _cuda.CudaRuntime, device: int, pid: int, memory: mmap.mmap) -> None:
     """`memory` is here so that it goes after this."""
     if os.getpid() == pid:  # of a fork's child nothing is pinned
         with suppress(DeviceError):  # of a device that was lost
@@ -85,7 +85,7 @@ def pinning_on(device: int) -> Callable[[int, int], PinnedMemory | None] | None:
     return partial(_pinned, cuda, device)
 
 
-def _pinned(cuda: _cuda.Cuda, device: int, nbytes: int, alignment: int) -> PinnedMemory | None:
+def _pinned(cuda: _cuda.CudaRuntime, device: int, nbytes: int, alignment: int) -> PinnedMemory | None:
     try:
         return PinnedMemory(cuda, device, nbytes, alignment)
     except DeviceError as exc:  # torch's allocator is asked next, and says why where it can't either

@@ -21,7 +21,7 @@ from kvxfer.device.pinned import PinnedMemory, pinning_on
 from kvxfer.errors import ConfigError, DeviceError, DeviceMemoryError, LayoutError
 from kvxfer.mapping import CanonicalMapping
 
-__all__ = ["TorchDevice"]
+__all__ = ["TorchDevice", "torch_errors"]
 
 
 class _Stream(Stream):
@@ -35,7 +35,7 @@ class _Event(Event):
 
     def done(self) -> bool:
         """cudaEventQuery."""
-        with _errors():
+        with torch_errors():
             return bool(self.torch.query())
 
 
@@ -95,7 +95,7 @@ class TorchDevice(Device):
         device = torch.device(label)
         if device.type != "cuda":
             raise ConfigError(f"label={label!r} must be a CUDA device, such as cuda:0")
-        with _errors():
+        with torch_errors():
             index = torch.cuda.current_device() if device.index is None else device.index
             self._device = torch.device("cuda", index)
             self.label, self.name = f"cuda:{index}", str(torch.cuda.get_device_name(index))
@@ -105,28 +105,28 @@ class TorchDevice(Device):
 
     def mark(self) -> Event:
         """On the calling thread's current stream of this device."""
-        with _errors():
+        with torch_errors():
             return _Event(torch.cuda.current_stream(self._device).record_event())
 
     def stream(self) -> Stream:
         """From torch's pool."""
-        with _errors():
+        with torch_errors():
             return _Stream(torch.cuda.Stream(self._device))
 
     def record(self, stream: Stream) -> Event:
         """cudaEventRecord, without timing."""
-        with _errors():
+        with torch_errors():
             return _Event(_of(stream).record_event())
 
     def wait(self, stream: Stream, event: Event) -> None:
         """cudaStreamWaitEvent."""
         assert isinstance(event, _Event)
-        with _errors():
+        with torch_errors():
             _of(stream).wait_event(event.torch)
 
     def device_buffer(self, nbytes: int, alignment: int = 4096) -> Buffer:
         """Waits for what is queued on the current stream: memory that it has freed may still be in use there."""
-        with _errors():
+        with torch_errors():
             memory = _aligned(lambda n: torch.empty(n, dtype=torch.uint8, device=self._device), nbytes, alignment)
             torch.cuda.current_stream(self._device).synchronize()
         return _Buffer(memory, nbytes, alignment, True)
@@ -149,7 +149,7 @@ class TorchDevice(Device):
         """cudaMemcpyAsync; several where host memory was pinned in pieces."""
         to, of, done = _tensor(target), _tensor(source), 0
         assert isinstance(target, _Buffer) and isinstance(source, _Buffer)
-        with _errors(), torch.cuda.stream(_of(stream)):
+        with torch_errors(), torch.cuda.stream(_of(stream)):
             while done < nbytes:
                 at, whence = target_offset + done, source_offset + done
                 size = min(nbytes - done, target.in_one_copy(at), source.in_one_copy(whence))
@@ -169,7 +169,7 @@ class TorchDevice(Device):
     ) -> None:
         """`convert.launch.gather`."""
         ids, to, into = self._arguments(mapping, block_ids, chunks, out, out_stride, sums)
-        with _errors(), torch.cuda.stream(_of(stream)):
+        with torch_errors(), torch.cuda.stream(_of(stream)):
             self._launch.gather(pages, ids, mapping, to, into, programs=self.programs)
 
     def scatter(
@@ -185,7 +185,7 @@ class TorchDevice(Device):
     ) -> None:
         """`convert.launch.scatter`."""
         ids, of, into = self._arguments(mapping, block_ids, chunks, source, source_stride, sums)
-        with _errors(), torch.cuda.stream(_of(stream)):
+        with torch_errors(), torch.cuda.stream(_of(stream)):
             self._launch.scatter(of, ids, mapping, pages, into, programs=self.programs)
 
     def checksum(
@@ -199,18 +199,8 @@ class TorchDevice(Device):
     ) -> None:
         """`convert.launch.checksum`."""
         of = _chunks(mapping, source, chunks, source_stride)
-        with _errors(), torch.cuda.stream(_of(stream)):
+        with torch_errors(), torch.cuda.stream(_of(stream)):
             self._launch.checksum(of, mapping, _sums(mapping, sums, chunks), programs=self.programs)
-
-    def describe(self) -> dict[str, Any]:
-        """And its capability, its processors and its memory in bytes."""
-        with _errors():
-            found = torch.cuda.get_device_properties(self._device)
-        return super().describe() | {
-            "capability": f"{found.major}.{found.minor}",
-            "processors": int(found.multi_processor_count),
-            "memory_bytes": int(found.total_memory),
-        }
 
     @staticmethod
     def _arguments(
@@ -244,8 +234,8 @@ def _sums(mapping: CanonicalMapping, buffer: Buffer, chunks: int) -> Any:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
-    """torch's errors as kvxfer's."""
+def torch_errors() -> Iterator[None]:
+    """torch's errors as kvxfer's: DeviceMemoryError, DeviceError."""
     try:
         yield
     except torch.OutOfMemoryError as exc:

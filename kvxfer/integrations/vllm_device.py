@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvxfer.errors import DeviceError, DeviceMemoryError
+from kvxfer.device.torch_device import torch_errors
 
 __all__ = ["RowDevice", "RowEvent", "TorchRowDevice"]
 
@@ -99,10 +99,7 @@ class TorchRowDevice(RowDevice):
 
     def allocate(self, nbytes: int) -> Any:
         """From torch's own allocator."""
-        try:
-            return torch.empty(nbytes, dtype=torch.int8, device=self._device)
-        except torch.OutOfMemoryError as exc:
-            raise DeviceMemoryError(str(exc)) from exc
+        return _call(torch.empty, nbytes, dtype=torch.int8, device=self._device)
 
 
 class _TorchEvent(RowEvent):
@@ -121,7 +118,5 @@ class _TorchEvent(RowEvent):
 
 
 def _call(what: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    try:
+    with torch_errors():
         return what(*arguments, **named)
-    except RuntimeError as exc:  # torch.AcceleratorError is one
-        raise DeviceError(str(exc)) from exc

@@ -26,7 +26,7 @@ from kvxfer.device.calibration import Calibration
 from kvxfer.device.engines import calibrated
 from kvxfer.errors import DeviceError, EngineClosed, ForkError
 from kvxfer.integrations.vllm_copier import EXIT_S, MOST_PASSED, Done, RowJob
-from kvxfer.integrations.vllm_engines import AUTO, Plan, RowEngine, Staging, Work, choose, whole_span
+from kvxfer.integrations.vllm_engines import AUTO, DevicePlan, RowEngine, Staging, Work, choose, whole_span
 from kvxfer.integrations.vllm_rows import Parts
 from kvxfer.report import engine_reporter
 
@@ -230,7 +230,13 @@ def open_device_copier(parts: Parts, *, how: str, programs: int | None) -> Devic
 
 
 def copier_over(
-    plan: Plan, parts: Parts, device: RowDevice, *, how: str, programs: int | None, known: Calibration | None = None
+    plan: DevicePlan,
+    parts: Parts,
+    device: RowDevice,
+    *,
+    how: str,
+    programs: int | None,
+    known: Calibration | None = None,
 ) -> DeviceRowCopier:
     """`open_device_copier`, over a plan of these parts and a device that are given."""
     spans = [whole_span(group) for group in parts.groups]
@@ -244,7 +250,7 @@ def copier_over(
     return DeviceRowCopier(RowEngine(plan, parts, (loads, stores), programs), device, (staging[0], staging[1]))
 
 
-def _warm(plan: Plan, parts: Parts, staging: Staging | None) -> None:
+def _warm(plan: DevicePlan, parts: Parts, staging: Staging | None) -> None:
     """Has the kernels compiled now, and not in the first request: block 0 goes to staging, and comes back as it was.
 
     On the model's own stream, which nothing is lost by: nothing has run yet.

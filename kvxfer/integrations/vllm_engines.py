@@ -39,7 +39,7 @@ Span = tuple[int, int] | None  # bytes of a row, from and to
 Work = Callable[[], int]  # puts something onto the current stream; returns the bytes of pages that it moves
 
 
-class Plan(Protocol):
+class DevicePlan(Protocol):
     """DeviceRowPlan, as far as it is used here."""
 
     blocks_per_chunk: int
@@ -163,7 +163,7 @@ class RowEngine:
         programs: of every launch, at most; None: as many as suit.
     """
 
-    plan: Plan
+    plan: DevicePlan
     parts: Parts | None
     packed: tuple[list[Span], list[Span]]
     programs: int | None = None

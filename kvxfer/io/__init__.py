@@ -1,1 +1,1 @@
-"""Files and how they are opened. `posix` is the only backend so far."""
+"""Files and how they are opened: `posix` for the host's memory, `gds` (kvikio) for a device's; `ladder` chooses."""

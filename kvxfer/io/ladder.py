@@ -38,7 +38,6 @@ from kvxfer.slot import ALIGNMENT
 from kvxfer.staging import AlignedBuffer
 
 RUNGS = ("direct", "compat", "host")
-WANTS = GDS_MODES
 # Why a rung was left: what a metric counts.
 REASONS = (
     "configured", "no_device", "no_kvikio", "kvikio_broken", "kvikio_version", "driver", "compat", "file", "full",
@@ -137,24 +136,24 @@ def climb(
     Raises:
         ConfigError: `want` is unknown, or does not hold; says why.
     """
-    if want not in WANTS:
-        raise ConfigError(f"want={want!r} must be one of {', '.join(WANTS)}")
+    if want not in GDS_MODES:
+        raise ConfigError(f"gds={want!r} must be one of {', '.join(GDS_MODES)}")
     rung = _climb(directory, memory, want, timeout_s, cuda)
     wanted = {"gds": "direct", "compat": "compat"}.get(want, rung.name)
     if rung.name != wanted:
-        raise ConfigError(f"io {want!r} does not work in {directory}: {rung.why}; use auto")
+        raise ConfigError(f"gds={want!r} does not work in {directory}: {rung.why}; use 'auto'")
     _say(directory, rung)
     return rung
 
 
-def climb_here(directory: Path, *, want: str = "auto", timeout_s: float = probe.TIMEOUT_S) -> Rung:
+def climb_here(directory: Path, *, timeout_s: float = probe.TIMEOUT_S) -> Rung:
     """`climb` with memory of the first device by the driver's own calls: for a process that has no framework."""
     memory: CudaMemory | None = None
     cuda: LibCuda | None = None
-    if want != "host" and kvikio_door.available(timeout_s).ok:
+    if kvikio_door.available(timeout_s).ok:
         cuda = LibCuda()
         memory = CudaMemory(cuda)
-    return climb(directory, memory, want=want, timeout_s=timeout_s, cuda=cuda)
+    return climb(directory, memory, timeout_s=timeout_s, cuda=cuda)
 
 
 def _climb(directory: Path, memory: DeviceMemory | None, want: str, timeout_s: float, cuda: Cuda | None) -> Rung:

@@ -34,11 +34,11 @@ class LibCuda:
         DeviceError: no library, or it refuses.
     """
 
-    def __init__(self, name: str = "libcuda.so.1") -> None:
+    def __init__(self) -> None:
         try:
-            self._lib = C.CDLL(name)
+            self._lib = C.CDLL("libcuda.so.1")
         except OSError as exc:
-            raise DeviceError(f"{name}: {exc}") from exc
+            raise DeviceError(f"libcuda.so.1: {exc}") from exc
         self._contexts: dict[int, C.c_void_p] = {}
         self.call("cuInit", C.c_uint(0))
 
@@ -74,7 +74,7 @@ class LibCuda:
 
 
 class CudaMemory:
-    """`ladder.DeviceMemory` of one device, for a process that has no framework. Every call waits."""
+    """`ladder.DeviceMemory` and more of one device, for a process that has no framework. Every call waits."""
 
     def __init__(self, cuda: LibCuda, ordinal: int = 0) -> None:
         self.cuda = cuda
@@ -95,10 +95,35 @@ class CudaMemory:
 
     def fetch(self, address: int, nbytes: int) -> NDArray[np.uint8]:
         """A copy of its bytes."""
-        self.cuda.enter_device(self._ordinal)
         data = np.empty(nbytes, np.uint8)
-        self.cuda.call("cuMemcpyDtoH_v2", C.c_void_p(data.ctypes.data), C.c_uint64(address), C.c_size_t(nbytes))
+        self.fetch_into(address, data)
         return data
+
+    def fetch_into(self, address: int, data: NDArray[np.uint8]) -> None:
+        """Copies its bytes to host memory."""
+        self.cuda.enter_device(self._ordinal)
+        self.cuda.call("cuMemcpyDtoH_v2", C.c_void_p(data.ctypes.data), C.c_uint64(address), C.c_size_t(data.nbytes))
+
+    def pin(self, data: NDArray[np.uint8]) -> str:
+        """Makes host memory fast to copy from and to; why not, where it cannot."""
+        self.cuda.enter_device(self._ordinal)
+        place, size = C.c_void_p(data.ctypes.data), C.c_size_t(data.nbytes)
+        try:
+            self.cuda.call("cuMemHostRegister_v2", place, size, C.c_uint(0))
+        except DeviceError as exc:
+            return str(exc)
+        return ""
+
+    def unpin(self, data: NDArray[np.uint8]) -> None:
+        """Undoes it."""
+        self.cuda.enter_device(self._ordinal)
+        self.cuda.call("cuMemHostUnregister", C.c_void_p(data.ctypes.data))
+
+    def bus(self) -> str:
+        """Where the device is, of PCI: "0000:3B:00.0"."""
+        text = C.create_string_buffer(32)
+        self.cuda.call("cuDeviceGetPCIBusId", text, C.c_int(len(text)), C.c_int(self._ordinal))
+        return text.value.decode()
 
     def free(self, address: int) -> None:
         """Gives it back."""

@@ -128,7 +128,7 @@ def test_latents_and_extra_bytes_of_a_block_lie_together(
 
 @pytest.mark.parametrize(
     ("converter", "extra", "groups", "stages"),
-    with_kernels((5, 4, (1, 3)), every=[(5, 2, (2, 2)), (5, 4, (1, 3)), ((0, 6, 6, 0), 2, (2, 2))]),
+    with_kernels((5, 2, (2, 2)), every=[(5, 2, (2, 2)), (5, 4, (1, 3)), ((0, 6, 6, 0), 2, (2, 2))]),
     indirect=["converter"],
 )
 def test_stages_of_latents_with_extra_bytes(
@@ -167,7 +167,7 @@ OPAQUE = [((4096,), 1), ((40, 24), 1), ((40, 24, 7), 1), ((40, 24, 24, 40), 2), 
     with_kernels(
         ((4096,), 1, 2, [6]),
         ((40, 24, 24, 40), 2, 2, [5]),
-        ((13, 13, 13), 3, 4, [1]),
+        ((13, 13, 13), 3, 1, [1]),
         ((5000, 40), 1, 1, [7]),
         every=((*case, per_chunk, EVERY_RANK) for case, per_chunk in product(OPAQUE, (1, 2, 4))),
     ),

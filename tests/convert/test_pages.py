@@ -127,7 +127,7 @@ def test_pages_are_of_one_memory() -> None:
 def test_no_host_converter_takes_a_devices_pages() -> None:
     """Their addresses are numbers like any other: what is let through here would read memory that is not there."""
     pages = KVPages(DEVICE_MAPPING, [OnDevice(1 << 40)], 5)
-    out, ids = np.zeros((1, 4096), np.uint8), np.array([[1]])
+    out, ids = np.ones((1, 4096), np.uint8), np.array([[1]])
     calls: tuple[Callable[[], Any], ...] = (
         lambda: pages.flat(0),
         lambda: native.mapping_handle(pages, DEVICE_MAPPING),
@@ -138,6 +138,7 @@ def test_no_host_converter_takes_a_devices_pages() -> None:
     for call in calls:
         with pytest.raises(LayoutError, match="on cuda:0.* host memory"):
             call()
+    assert out.all()
 
 
 def test_views_bound_what_is_touched() -> None:

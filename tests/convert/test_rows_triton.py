@@ -22,7 +22,7 @@ from kvxfer.convert.launch import INTERPRETED
 from kvxfer.convert.launch_rows import DeviceRowPlan, Uploads
 from kvxfer.convert.native_rows import RowMemory
 from kvxfer.convert.row_tables import TILE
-from kvxfer.errors import DeviceError, LayoutError
+from kvxfer.errors import DeviceError, DeviceMemoryError, LayoutError
 from kvxfer.rows import RowMapping
 from tests.convert.common import assert_same
 from tests.convert.row_plans import Bytes, by_hand, cell, group, int64, noise, run
@@ -118,6 +118,28 @@ def test_tiles_say_where_each_vector_of_a_run_is(fragment: int) -> None:
     number, within = np.divmod(np.arange(count * fragment // 16), fragment // 16)
     assert (np.concatenate(near) == 4096 + 32 + number * (fragment + 48) + within * 16).all()
     assert (np.concatenate(far) == 16 + 64 + number * 2 * fragment + within * 16).all()
+
+
+def test_units_of_the_largest_job_are_counted_in_31_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, in 10: three pages of eight tiles take spans of four."""
+    size = 8 * TILE * 16
+    placed = row_tables.place_cell(cell([run(0, 0, size)], page=size, place=size), 0, 4096, 4 * size, 1, size)
+    tables = row_tables.RowTables([[placed]], 1, 16)
+    job = int64(0, 1, 2), int64(0, 1, 2), int64(3), int64(0, 0, 0), int64(0, 0, 0)
+    assert tables.job(*job, span=1, elected=False).units == 24
+    monkeypatch.setattr(row_tables, "_MAX_UNITS", 10)
+    table = tables.job(*job, span=1, elected=False)
+    assert (table.units, table.span) == (6, 4)
+
+
+def test_writers_are_elected_by_the_page_and_not_by_its_place_in_the_chunk() -> None:
+    placed = row_tables.place_cell(
+        cell([run(0, 0, 16)], page=16, place=16, num_writers=3, writer_index=1), 0, 4096, 64, 2, 32
+    )
+    tables = row_tables.RowTables([[placed]], 2, 16)
+    pages = int64(4, 10, 1, 2)
+    job = int64(0, 1, 2, 3), pages, int64(4), int64(0, 0, 0, 0), pages % 2
+    assert tables.job(*job, span=1, elected=True).nbytes == 3 * 16  # all but the last; by place it were one
 
 
 def test_fragments_that_touch_are_one() -> None:
@@ -292,6 +314,9 @@ def test_staging_is_laid_out_as_rows_but_the_pages_say_who_writes() -> None:
     want[1, 32 + 64 : 32 + 128] = tensor[2 * 64 : 3 * 64]
     assert_same(staging, want)
     assert (tier == POISON).all()
+    # The interpreter does not mind, a device would: vectors are of what both the cell and the rows in hand divide.
+    job = plan.prepare(ids, pages, counts, gather=True, rows=RowMemory.of(staging), places=places)
+    assert (job.width, plan.prepare(ids, pages, counts, gather=True).width) == (8, 16)
     staging[1, 32:96] = 7
     tensor.fill(POISON)
     assert plan.scatter(ids, pages, counts, rows=RowMemory.of(staging), places=places) == 3 * 64
@@ -391,6 +416,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     rows = RowMemory.of(noise(2, 32))
     with pytest.raises(LayoutError, match="3 rows that are 4 bytes apart do not hold the mappings'"):
         plan_of(group(PAGE), rows=np.zeros((3, 4), dtype=np.uint8))
+    with pytest.raises(LayoutError, match="0 rows that are 16 bytes apart"):
+        DeviceRowPlan([group(PAGE)], [[noise(8)]], RowMemory(address=4096, row_stride=16, num_rows=0))
     with pytest.raises(LayoutError, match="tensor 0 has 7 bytes, which hold no block of 8"):
         plan_of(group(PAGE), noise(7))
     with pytest.raises(LayoutError, match="all with as many blocks a chunk"):
@@ -531,6 +558,33 @@ def test_what_is_on_its_way_up_is_held_until_its_copy_has_run(monkeypatch: pytes
     uploads.put(int64(9))
     gc.collect()
     assert [ref() is not None for ref in pinned] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA", DeviceMemoryError),
+        ("CUDA error: unspecified launch failure", DeviceError),
+    ],
+)
+@pytest.mark.parametrize("call", ["empty", "record"])
+def test_a_table_that_does_not_reach_the_device_is_a_device_error(
+    monkeypatch: pytest.MonkeyPatch, text: str, kind: type[DeviceError], call: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(text)
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, *, dtype, pin_memory: empty(size, dtype=dtype))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **__: self.clone())
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    where: Any = torch if call == "empty" else _Event
+    monkeypatch.setattr(where, call, refuse)
+    uploads = Uploads(torch.device("cuda", 3))
+    with pytest.raises(DeviceError, match="table of 16 bytes did not reach cuda:3: CUDA error") as caught:
+        uploads.put(int64(1, 2))
+    assert type(caught.value) is kind
+    assert uploads._held == []
 
 
 def test_a_job_is_not_prepared_on_a_stream_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.device import gds_carrier
 from kvxfer.device.base import Buffer
+from kvxfer.device.carrier import Batch
 from kvxfer.device.form import form_of
-from kvxfer.device.gds_carrier import DeviceTrial
+from kvxfer.device.gds_carrier import DeviceTrial, GdsCarrier
 from kvxfer.device.gds_slots import SlotPlan, Span
 from kvxfer.engine import TransferEngine
 from kvxfer.errors import ConfigError, DeviceError
@@ -30,10 +31,10 @@ from kvxfer.jobs import LOAD, STORE, ChunkError, JobOutcome, Status
 from kvxfer.layout import row_mapping
 from kvxfer.report import Reporter
 from kvxfer.store import Store
-from kvxfer.testing import FakeDevice, FaultyIO, assert_bytes_equal
+from kvxfer.testing import FakeDevice, FaultyIO, ManualClock, assert_bytes_equal
 from tests.device.gds_rig import Cuda, GdsRig, TrackedDevice
 from tests.engine.rig import keys_of, namespace_of
-from tests.jobs.rig import EACH, MODEL, Rig, expect, generation_of, key_of, poisoned, ranks
+from tests.jobs.rig import DIGEST, EACH, MODEL, Rig, expect, generation_of, key_of, poisoned, ranks
 from tests.kvikio_double import Kvikio, kvikio
 from tests.oracle import POISON
 
@@ -494,6 +495,38 @@ def test_a_device_that_is_lost_while_it_sums_ends_the_job(make: Make) -> None:
     assert Status.DEVICE in rig.put(source, EACH).status
 
 
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_a_process_that_was_stopped_does_not_take_its_device_for_lost(
+    make: Make, monkeypatch: pytest.MonkeyPatch, direction: int
+) -> None:
+    source = ranks(MODEL, "nhd", 1, filled=True)
+    rig = make(source, io_timeout_s=8.0)
+    ok(rig.store(source, EACH[:1]))
+    form = form_of([source[0].mapping])
+    with monkeypatch.context() as patch:
+        patch.setattr("kvxfer.device.job.time.monotonic", clock := ManualClock(50.0))
+        carrier = GdsCarrier(rig.device, rig.backend, rig.config)
+        bay = carrier.make_bay(9, form.chunk_bytes, 8 * form.slot.blocks_per_chunk, 8 * len(form.segments))
+        batch = Batch(direction, bay, form, rig.record(0), np.array(EACH[:1], dtype=np.int64), DIGEST)
+        if direction == STORE:
+            rig.device.frozen = True
+            carrier.begin_store(batch, rig.device.mark())
+        else:
+            carrier.begin_load(batch)
+            until(lambda: carrier.stats()["busy_threads"] == 0 and bool(carrier.stats()["bytes_read"]))
+            rig.device.frozen = True
+        assert carrier.poll() == [], "the device sums, or is asked for its sums"
+        clock.advance(1000.0)
+        assert carrier.poll() == [], "nothing was lived through meanwhile"
+        for _ in range(8):
+            assert carrier.poll() == []
+            clock.advance(0.9)
+        (landing,) = carrier.poll()
+        assert landing.status.tolist() == [Status.DEVICE] and landing.fault is not None
+    rig.device.frozen = False
+    rig.device.run()
+
+
 def test_a_shutdown_is_bounded_though_calls_hang(make: Make) -> None:
     source = ranks(MODEL, "nhd", 1, filled=True)
     rig = make(source, bays=2, bay_chunks=8, depth=2)
@@ -639,7 +672,7 @@ def test_what_is_wanted_and_does_not_work_keeps_an_engine_from_starting(
     device.label = "cuda:0"
     pages = ranks(MODEL, "nhd", 1, filled=True)
     with Store.open(StoreConfig(root=tmp_root, capacity_bytes=8 << 20, slab_bytes=1 << 20)) as store:
-        with pytest.raises(ConfigError, match="io 'gds' does not work in .*cuFile's own compat mode"):
+        with pytest.raises(ConfigError, match="gds='gds' does not work in .*cuFile's own compat mode"):
             TransferEngine(store, namespace_of(), pages, config=EngineConfig(gds="gds"), device=device)
         with pytest.raises(ConfigError, match="gds='direct'"):
             EngineConfig(gds="direct")

@@ -27,7 +27,7 @@ def device() -> probe.Probe:
 
 
 @pytest.fixture
-def cuda(device: probe.Probe) -> _cuda.Cuda:
+def cuda(device: probe.Probe) -> _cuda.CudaRuntime:
     found = _cuda.available(device)
     if not found.ok:
         pytest.skip(f"no libkvx_cuda: {found.why}")
@@ -38,7 +38,7 @@ def cuda(device: probe.Probe) -> _cuda.Cuda:
 
 
 @pytest.fixture
-def stream(cuda: _cuda.Cuda) -> Iterator[int]:
+def stream(cuda: _cuda.CudaRuntime) -> Iterator[int]:
     stream = cuda.stream_new()
     yield stream
     cuda.stream_wait(stream)
@@ -49,7 +49,7 @@ def random_bytes(count: int, seed: int = 1) -> Any:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8))
 
 
-def test_it_describes_the_device_that_torch_has(cuda: _cuda.Cuda) -> None:
+def test_it_describes_the_device_that_torch_has(cuda: _cuda.CudaRuntime) -> None:
     found, other = cuda.describe(0), torch.cuda.get_device_properties(0)
     assert (found.name, found.multiprocessors) == (other.name, other.multi_processor_count)
     assert found.uuid.removeprefix("GPU-") == str(other.uuid).removeprefix("GPU-")
@@ -57,7 +57,7 @@ def test_it_describes_the_device_that_torch_has(cuda: _cuda.Cuda) -> None:
 
 
 @pytest.mark.parametrize("way", ["to host", "from host"])
-def test_a_batch_moves_its_fragments_and_nothing_else(cuda: _cuda.Cuda, stream: int, way: str) -> None:
+def test_a_batch_moves_its_fragments_and_nothing_else(cuda: _cuda.CudaRuntime, stream: int, way: str) -> None:
     count, size = 1000, 257
     source, want = random_bytes(2 * count * size), np.full(2 * count * size, 0xEE, np.uint8)
     order = np.random.default_rng(2).permutation(2 * count)[:count]
@@ -75,7 +75,7 @@ def test_a_batch_moves_its_fragments_and_nothing_else(cuda: _cuda.Cuda, stream: 
     assert np.array_equal(b.cpu().numpy(), want)
 
 
-def test_a_copy(cuda: _cuda.Cuda, stream: int) -> None:
+def test_a_copy(cuda: _cuda.CudaRuntime, stream: int) -> None:
     source = random_bytes(4 * MIB).cuda()
     target = torch.zeros_like(source)
     torch.cuda.synchronize()
@@ -84,7 +84,7 @@ def test_a_copy(cuda: _cuda.Cuda, stream: int) -> None:
     assert torch.equal(source, target)
 
 
-def test_memory_is_pinned_in_pieces_and_copied_across_them(cuda: _cuda.Cuda, stream: int) -> None:
+def test_memory_is_pinned_in_pieces_and_copied_across_them(cuda: _cuda.CudaRuntime, stream: int) -> None:
     memory = np.empty(9 * MIB + 4096, np.uint8)
     base = -(-memory.ctypes.data // 4096) * 4096
     view = memory[base - memory.ctypes.data :][: 9 * MIB]
@@ -107,7 +107,7 @@ def test_memory_is_pinned_in_pieces_and_copied_across_them(cuda: _cuda.Cuda, str
     assert cuda.where(base).memory == "pageable"
 
 
-def test_where_addresses_are(cuda: _cuda.Cuda) -> None:
+def test_where_addresses_are(cuda: _cuda.CudaRuntime) -> None:
     tensor, plain, address = torch.zeros(10, device="cuda"), torch.zeros(10), cuda.host_alloc(MIB)
     assert cuda.where(tensor.data_ptr()).memory == "device"
     assert cuda.where(plain.data_ptr()).memory == "pageable"
@@ -115,7 +115,7 @@ def test_where_addresses_are(cuda: _cuda.Cuda) -> None:
     cuda.host_free(address)
 
 
-def test_an_error_leaves_the_device_usable(cuda: _cuda.Cuda, stream: int) -> None:
+def test_an_error_leaves_the_device_usable(cuda: _cuda.CudaRuntime, stream: int) -> None:
     with pytest.raises(DeviceError):
         cuda.set_device(1000)
     with pytest.raises(DeviceError):

@@ -1,22 +1,24 @@
-"""What docs/vllm.md says of KvxferTieringSpec: the configuration that people paste. Needs no vLLM."""
+"""What docs/vllm.md says: KvxferTieringSpec's configuration that people paste, and all keys. Needs no vLLM."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.integrations.vllm_config import TierConfig
 from kvxfer.integrations.vllm_engines import ENGINES, LEAST_COPY, ZERO_PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def section() -> str:
+def section(name: str = "KvxferTieringSpec") -> str:
     text = (ROOT / "docs" / "vllm.md").read_text()
-    (found,) = re.findall(r"^## KvxferTieringSpec\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    (found,) = re.findall(rf"^## {name}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     return str(found)
 
 
@@ -49,3 +51,9 @@ def test_its_own_keys_are_named() -> None:
     named = set(re.findall(r'^\w+ = "(kvxfer_\w+)"', source, re.MULTILINE))
     assert set(re.findall(r"`(kvxfer_\w+)`", section())) == named and len(named) == 3
     assert set(re.findall(r'`"(\w+)"`', section())) >= set(ENGINES)
+
+
+def test_every_key_of_the_tier_is_named() -> None:
+    tier = fields(TierConfig), fields(StoreConfig), fields(EngineConfig)
+    keys = {field.name for each in tier for field in each} - {"stores", "engine", "root"}
+    assert keys - set(re.findall(r"`(\w+)`", section("KvxferTier"))) == set()

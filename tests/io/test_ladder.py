@@ -253,13 +253,13 @@ def test_a_rung_that_is_wanted_works_or_is_an_error(place: Place) -> None:
     assert rung.why == "direct off: configured"
     assert place.names(place.climb("host")) == ("host", ["configured"])
     place.kvikio.in_children(driver_open="no")
-    with pytest.raises(ConfigError, match="io 'gds' does not work in .*: direct off: cuFile's driver: .*; use auto"):
+    with pytest.raises(ConfigError, match="gds='gds' does not work in .*: direct off: cuFile's driver: .*; use 'auto'"):
         place.climb("gds")
     assert place.calls("raw_write") == 2  # compat was not tried in its stead
     place.kvikio.double.faults["flip"] = {"raw_read": 1}
-    with pytest.raises(ConfigError, match="io 'compat' does not work in"):
+    with pytest.raises(ConfigError, match="gds='compat' does not work in"):
         place.climb("compat")
-    with pytest.raises(ConfigError, match="want='uring' must be one of auto, gds, compat, host"):
+    with pytest.raises(ConfigError, match="gds='uring' must be one of auto, gds, compat, host"):
         place.climb("uring")
 
 

@@ -98,6 +98,7 @@ def test_the_vector_divides_everything(
         assert found["VECTOR"] == want
         assert found["FRAGMENT"] * want == geometry.head_bytes
         assert launch.WARPS[want] == found["num_warps"]
+        assert found["LANES"] == min(4096 // want, 1024)
         assert found["stage"] == stage.data_ptr()
 
 
@@ -298,6 +299,20 @@ def test_a_row_whose_last_segment_is_short_goes_both_ways() -> None:
     ]
     OnTriton("cpu").scatter(found, np.array([[0]]), mapping, pages)
     assert_same(pages.tensors[0], rows[[1, 1]])
+
+
+@pytest.mark.parametrize("sizes", [(100,), (100, 36)], ids=["alike", "unlike"])
+def test_padding_beyond_a_tile_is_zero(sizes: tuple[int, ...]) -> None:
+    """A payload of one tile in segments of two."""
+    mapping = opaque_mapping([LocalTensor(block_stride=n, page_bytes=n) for n in sizes], ShardSpec(), alignment=8192)
+    tensors = [np.random.default_rng(n).integers(0, 256, n, dtype=np.uint8) for n in sizes]
+    pages = KVPages(mapping, tensors, 1)
+    found, sums = buffers(pages, 1)
+    OnTriton("cpu").gather(pages, np.array([[0]]), mapping, found, sums)
+    want = np.zeros_like(found)
+    want[0, : sum(sizes)] = np.concatenate(tensors)
+    assert_same(found, want)
+    assert sums[0, 0] == segment_checksum(np.concatenate(tensors))
 
 
 # ---- what is refused

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -124,6 +126,17 @@ def test_the_tables_say_what_the_runs_say(mapping: CanonicalMapping, at: int) ->
         grain = grain_of(mapping, addresses)
         sizes = (shape.fragment, shape.fragment_stride, shape.block_stride)
         assert not any(size % grain for size in (*sizes, *planes_of(mapping, shape, addresses).reshape(-1).tolist()))
+
+
+def test_the_grain_divides_what_no_mapping_here_has_alone() -> None:
+    """The makers' offsets and strides are multiples of their fragments; runs by hand need not be."""
+    mapping = row_mapping(64)
+    for column, value, want in (("canonical_offset", 4, 4), ("local_stride", 72, 8), ("local_offset", 2, 2)):
+        runs = mapping.runs.copy()
+        runs["fragment_size"], runs["num_fragments"], runs["local_stride"] = 16, 2, 32
+        runs[column] = value
+        other: Any = SimpleNamespace(runs=runs, tensors=mapping.tensors, canonical_block_stride=64)
+        assert grain_of(other, [4096]) == want, column
 
 
 def test_the_usual_mappings_have_one_shape() -> None:

@@ -1,4 +1,4 @@
-"""A double of `_cuda.Cuda` in Python, for what is above it: one device whose memory is the host's."""
+"""A double of `_cuda.CudaRuntime` in Python, for what is above it: one device whose memory is the host's."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvxfer import _cuda
-from kvxfer._cuda import Cuda, Registration
+from kvxfer._cuda import CudaRuntime, Registration
 from kvxfer.errors import DeviceError, DeviceMemoryError
 from tests.native.cuda_libraries import FakeRuntime
 
@@ -42,7 +42,7 @@ class Fragments:
         self.sources = np.array([at + begin for begin, _, _ in pieces], np.uint64)
         self.sizes = np.array([size for _, _, size in pieces], np.uint64)
 
-    def copy(self, cuda: Cuda, stream: int = STREAM) -> str:
+    def copy(self, cuda: CudaRuntime, stream: int = STREAM) -> str:
         return cuda.copy_batch(self.targets, self.sources, self.sizes, stream)
 
 
@@ -261,7 +261,7 @@ def test_streams(runtime: FakeRuntime) -> None:
     ]
 
 
-CALLS: dict[str, Callable[[Cuda], object]] = {
+CALLS: dict[str, Callable[[CudaRuntime], object]] = {
     "cudaRuntimeGetVersion": lambda cuda: cuda.versions(),
     "cudaDriverGetVersion": lambda cuda: cuda.versions(),
     "cudaGetDeviceCount": lambda cuda: cuda.device_count(),

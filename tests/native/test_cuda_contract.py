@@ -112,7 +112,7 @@ def test_the_double_in_python_has_the_same_face() -> None:
             for name, method in methods.items()
         }
 
-    assert face(FakeCuda) == face(_cuda.Cuda)
+    assert face(FakeCuda) == face(_cuda.CudaRuntime)
 
 
 def test_the_double_in_python_holds_what_it_is_told() -> None:
