@@ -39,8 +39,9 @@ test: install ## every test that needs no GPU, but for the slow ones; JOBS=1 one
 test-slow: install ## the slow ones: more of what the others try a little of
 	@$(BIN)/python -m pytest -m 'slow and not gpu and not gds' --timeout 900 $(ARGS)
 
-test-gpu: install ## the tests marked gpu and gds; a missing GPU is a failure, not a skip
+test-gpu: install ## the tests marked gpu and gds; a GPU that is missing, or that torch does not see, is a failure, not a skip
 	@nvidia-smi -L 2>/dev/null | grep -q . || { echo "make test-gpu: nvidia-smi shows no GPU here" >&2; exit 1; }
+	@$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else f"make test-gpu: torch {torch.__version__} sees no GPU")'
 	@$(BIN)/python -m pytest -m 'gpu or gds' -rs $(ARGS)
 
 kernels: install ## compile every kernel variant for four GPUs, without one, and check the code; ARGS=--write docs/kernels.md

@@ -49,9 +49,13 @@ def tests(work: Work) -> None:
 
 
 def gpu_test_files(root: Path) -> list[str]:
-    """Those that have a test marked gpu or gds; others may import what this machine has not."""
+    """Those with tests marked gpu or gds, or cases of the compiled kernels; others may import what is not here."""
     files = sorted((root / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(root)) for path in files if re.search(r"mark\.(gpu|gds)\b", path.read_text())]
+    return [
+        str(path.relative_to(root))
+        for path in files
+        if re.search(r"mark\.(gpu|gds)\b|\bwith_kernels\b", path.read_text())
+    ]
 
 
 def portable_ini(pyproject: str, root: Path) -> str:

@@ -16,8 +16,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 _INTRODUCTION = f"""# Kernels, as compiled
 
 What Triton's compiler makes of every kernel variant for {", ".join(TARGETS)}. Written by
-`make kernels ARGS=--write` and checked by `make kernels`, with no device: this says that the code is sound, not how
-fast it is. (For speed see [gpu.md](gpu.md).)
+`make kernels ARGS=--write` and checked by `make kernels`, with no device: this says that widths, registers, spills and
+instructions are as wanted, not that a device runs it, nor how fast. (For that see [gpu.md](gpu.md).)
 
 What must hold of every variant, or `make kernels` fails:
 

@@ -18,7 +18,7 @@ from kvxfer.cli.bench_plan import LAYOUTS, MEMORIES, MODES, OPERATIONS, PEERS, P
 
 EPILOG = (
     "Exit codes: 0 it was measured, and every byte was right; 1 wrong bytes, or requests that failed; 2 a bad option, "
-    "or what was asked for does not work here; 130 or 143 interrupted, its files removed."
+    "or what was asked for does not work here; 129, 130 or 143 interrupted, its files removed."
 )
 
 app = typer.Typer(help="Microbenchmarks for operators, on checked bytes.", no_args_is_help=True)

@@ -121,6 +121,10 @@ def test_sums_alone_are_loops_of_loads() -> None:
     assert (code.loop, code.stores, code.loads) == (6, {}, {8: 1, 16: 2})
     assert Compiled(name="sum", target="sm_90", width=16, per_turn=2, code=code).per_16_bytes == 3
     assert judged(code, name="sum") == ()
+    (load,) = [line for line in sass.splitlines() if "LDG.E.128" in line][-1:]
+    code = nvidia_code(sass.replace(load, "\n".join([load] * 3)))
+    assert (code.loop, code.loads) == (8, {8: 1, 16: 4})
+    assert Compiled(name="sum", target="sm_90", width=16, per_turn=2, code=code).per_16_bytes == 2  # two turns in one
 
 
 def test_an_unrolled_loop_counts_as_the_turns_it_has() -> None:
