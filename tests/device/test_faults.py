@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -459,9 +460,13 @@ def test_a_shutdown_that_was_interrupted_is_taken_up_by_the_next(tmp_path: Path)
         both.device.frozen = True
         both.submit(STORE, pages, chunks_of(1, 6))
         until(lambda: "gather" in [call[0] for call in both.calls], "work is queued")
-        threading.Timer(0.2, _thread.interrupt_main).start()
-        with pytest.raises(KeyboardInterrupt):
-            both.runner.shutdown(10.0)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+        try:
+            threading.Timer(0.2, _thread.interrupt_main).start()
+            with pytest.raises(KeyboardInterrupt):
+                both.runner.shutdown(10.0)
+        finally:
+            signal.signal(signal.SIGINT, before)
         start = time.monotonic()
         assert both.runner.shutdown(0.1) == 0
         assert len(both.finish(STORE, 1.0).errors) == 6
