@@ -29,7 +29,9 @@ FOUND = {
 @pytest.fixture
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Answer]:
     """A device that answers, and what the calibration's process says next."""
-    Doubles(tmp_path, monkeypatch).cuda("works")
+    doubles = Doubles(tmp_path, monkeypatch)
+    doubles.cuda("works")
+    doubles.module("kvikio", "raise ImportError('not asked for here')")  # the real one looks for a device for ever
     said: list[Answer] = []
     real = probe.ask
     monkeypatch.setattr(
