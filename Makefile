@@ -17,7 +17,8 @@ VLLM_VENVS := $(VLLM_VENV) $(VLLM_OTHERS:%=$(VLLM_VENV)-%)
 VLLM_JOBS ?= 2
 DIR ?=
 ARGS ?=
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+CORES := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+JOBS ?= $(shell echo $$(($(CORES) + 1)))
 
 .PHONY: help install demo test test-slow test-gpu kernels test-vllm test-vllm-full test-asan test-tsan check format bench bench-gpu bench-vllm build/vllm clean
 
@@ -32,7 +33,7 @@ install: $(LIBRARY) ## make .venv with the pinned packages, build csrc, install 
 demo: install ## the main job: a sharded cache to disk and back under another sharding, one block lost
 	@$(BIN)/kvxfer demo $(ARGS)
 
-# Side by side, a file at a time: most of a test's time is another process's start.
+# Side by side, a file at a time, one more than there are cores: most of a test's time is another process's start, or a wait.
 test: install ## every test that needs no GPU, but for the slow ones; JOBS=1 one after the other
 	@$(BIN)/python -m pytest -m 'not slow and not gpu and not gds' -n $(JOBS) --dist loadfile $(ARGS)
 
@@ -87,7 +88,7 @@ bench-vllm: $(VLLM_VENV)/.kvxfer build/vllm ## beside vLLM's own fs tier, and in
 SANITIZED := tests/native tests/io tests/jobs tests/convert tests/engine tests/store tests/properties --capture=sys \
 	--deselect tests/store/test_sharing_defects.py \
 	--deselect tests/store/test_sharing.py --deselect tests/store/test_sharing_crash.py --deselect tests/store/test_sharing_model.py \
-	-m 'not gpu and not gds and not slow' -k 'not triton' --timeout 600 -n $(JOBS) --dist loadfile
+	-m 'not gpu and not gds and not slow' -k 'not triton' --timeout 600 -n $(CORES) --dist loadfile
 test-asan: install ## the tests over csrc built with AddressSanitizer and UBSan
 	@KVXFER_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-lib build/asan
 	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
@@ -95,7 +96,7 @@ test-asan: install ## the tests over csrc built with AddressSanitizer and UBSan
 
 # Ten times slower than without: those where threads meet.
 THREADED := tests/native tests/io tests/jobs tests/convert tests/engine --deselect tests/engine/test_metamorphic.py \
-	--capture=sys -m 'not gpu and not gds and not slow' -k 'not triton' --timeout 600 -n $(JOBS) --dist loadfile
+	--capture=sys -m 'not gpu and not gds and not slow' -k 'not triton' --timeout 600 -n $(CORES) --dist loadfile
 test-tsan: install ## the tests over csrc built with ThreadSanitizer
 	@KVXFER_SANITIZE=thread $(BIN)/python setup.py -q build_ext --build-lib build/tsan
 	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libtsan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \

@@ -19,6 +19,7 @@ from tests.store.sharing import Group, eventually, settle
 from tests.store.test_crash import KILLS
 from tests.store.test_crash import shim as shim
 
+pytestmark = pytest.mark.slow  # a minute and a half of processes in all
 N = range(40)
 SMALL = {"capacity_bytes": 4 << 20, "slab_bytes": 65 * 4096}  # slabs of 12 slots, 10 of them
 
