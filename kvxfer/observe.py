@@ -141,7 +141,7 @@ READ = (
         "(kernels reach the pinned memory).",
         "batches",
         direction=_BOTH,
-        engine=COPY_ENGINES,
+        copy_engine=COPY_ENGINES,  # not "engine": vLLM gives every series a label of that name
     ),
     _gauge("kvxfer_threads", "I/O threads in service.", "threads"),
     _gauge("kvxfer_busy_threads", "Of these, those that run a chunk.", "threads"),

@@ -119,6 +119,12 @@ def test_a_fresh_scrape_has_every_series_and_nothing_counted(tmp_root: Path) -> 
             metrics.value("kvxfer_jobs_total")
 
 
+def test_no_label_is_one_that_servers_give() -> None:
+    """vLLM gives every series these two."""
+    for series in SERIES:
+        assert not {"engine", "model_name"} & {name for name, _ in series.labels}, series.name
+
+
 def test_a_finished_job_counts_once_however_often_it_is_asked_for(tmp_root: Path) -> None:
     with Node(tmp_root, MODEL) as node:
         node.put(range(12))

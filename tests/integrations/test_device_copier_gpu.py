@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="triton is not installed")
+
 from kvxfer.convert.launch import INTERPRETED
 from kvxfer.integrations import vllm_engines
 from kvxfer.integrations.vllm_device_copier import open_device_copier
