@@ -19,7 +19,7 @@ TABLE = (
     Series("t_open", Kind.GAUGE, 'With a \\ and\na line, and "quotes".'),
     Series("t_seconds", Kind.HISTOGRAM, "Time.", "seconds", (("path", ('a "b" \\ c',)),), (0.1, 1.0)),
 )
-_SAMPLE = re.compile(r'([a-z_][a-z0-9_]*)(?:\{((?:[a-z]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
+_SAMPLE = re.compile(r'([a-z_][a-z0-9_]*)(?:\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
 
 
 def parse(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -40,7 +40,7 @@ def parse(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
             name, inside, value = found.groups()
             suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
             assert name in [family + suffix for suffix in suffixes], line
-            labels = tuple(re.findall(r'([a-z]+)="((?:[^"\\]|\\.)*)"', inside or ""))
+            labels = tuple(re.findall(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', inside or ""))
             assert (name, labels) not in samples, line
             samples[name, labels] = float(value)
     return samples
