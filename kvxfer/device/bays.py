@@ -141,7 +141,7 @@ def _made(make: Callable[[int, int], Bay], count: int, nbytes: int, least_bytes:
                     "of the device's memory to kvxfer, or make chunks of fewer blocks"
                 ) from exc
             nbytes = smaller
-        except BaseException:
+        except BaseException:  # whatever it is, it goes on to the caller, and no bay stays behind
             for bay in bays:
                 bay.free()
             raise

@@ -46,7 +46,7 @@ def runner_over(
     carrier, limit = _carrier(device, config, slot, root, memory)
     try:
         return DeviceRunner(device, carrier, pages, config), limit
-    except BaseException:
+    except BaseException:  # whatever it is, it goes on to the caller, and the carrier's threads end
         carrier.shutdown(0)
         raise
 

@@ -65,7 +65,7 @@ class Flights:
         self.ring = Ring(lambda *which: _bay(carrier, form, *which), config.bays, config.bay_bytes, form.chunk_bytes)
         try:
             self._conversions.rehearse(form, pages, self.ring.bays[0])
-        except BaseException:
+        except BaseException:  # goes on to the caller; what was queued may still name the bays, so they are never freed
             _SPOILED.append(self.ring)
             raise
 
@@ -310,7 +310,7 @@ class Flights:
                 self._conversions.gather(flight)
                 assert flight.event is not None
                 self._carrier.begin_store(flight.batch, flight.event)
-        except Exception as exc:
+        except Exception as exc:  # whatever it is, the batch was taken from its job, which must end
             if isinstance(exc, DeviceError) or not flight.is_load:
                 self._fail(flight, exc)
                 return

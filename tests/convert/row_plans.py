@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from kvxfer.mapping import CopyRun, LocalTensor
 from kvxfer.rows import PageMapping, RowCell, RowMapping
+from tests.convert.common import assert_same
+from tests.oracle import POISON
 
 Bytes = NDArray[np.uint8]
 
@@ -72,3 +74,22 @@ def by_hand(
                         total += r.fragment_size
         first += count
     return total
+
+
+def check_both_ways(
+    plan: Any, groups: list[RowMapping], tensors: list[list[Bytes]], rows: Bytes, job: Any, **how: Any
+) -> None:
+    """A plan's gather and scatter are `by_hand`'s, bytes that are counted and bytes that nobody named included."""
+    want = rows.copy()
+    nbytes = by_hand(groups, tensors, want, job, store=True)
+    assert plan.gather(*job, **how) == nbytes
+    assert_same(rows, want, "rows")
+    distinct = {id(tensor): tensor for mine in tensors for tensor in mine}
+    for tensor in distinct.values():
+        tensor.fill(POISON)
+    expected = {key: tensor.copy() for key, tensor in distinct.items()}
+    nbytes = by_hand(groups, [[expected[id(t)] for t in mine] for mine in tensors], rows, job, store=False)
+    assert plan.scatter(*job, **how) == nbytes
+    for number, (key, tensor) in enumerate(distinct.items()):
+        assert_same(tensor, expected[key], f"tensor {number}")
+    assert_same(rows, want, "rows after the scatter")

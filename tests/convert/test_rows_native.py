@@ -23,7 +23,7 @@ from kvxfer.convert.native_rows import RowMemory, RowPlan, gather_rows, scatter_
 from kvxfer.errors import LayoutError
 from kvxfer.rows import RowCell, RowMapping
 from tests.convert.common import assert_same
-from tests.convert.row_plans import Bytes, by_hand, cell, group, int64, noise, run
+from tests.convert.row_plans import Bytes, cell, check_both_ways, group, int64, noise, run
 from tests.oracle import POISON
 
 GiB = 1 << 30
@@ -33,19 +33,7 @@ MAP_NORESERVE = 0x4000  # Linux's; Python 3.11's mmap does not name it
 def both_ways(groups: list[RowMapping], tensors: list[list[Bytes]], rows: Bytes, job: Any, threads: int = 1) -> None:
     """Gather and scatter are what is done by hand, bytes that are counted and bytes that nobody named included."""
     plan = RowPlan(groups, tensors, RowMemory.of(rows))
-    want = rows.copy()
-    nbytes = by_hand(groups, tensors, want, job, store=True)
-    assert plan.gather(*job, threads=threads) == nbytes
-    assert_same(rows, want, "rows")
-    distinct = {id(tensor): tensor for mine in tensors for tensor in mine}
-    for tensor in distinct.values():
-        tensor.fill(POISON)
-    expected = {key: tensor.copy() for key, tensor in distinct.items()}
-    nbytes = by_hand(groups, [[expected[id(t)] for t in mine] for mine in tensors], rows, job, store=False)
-    assert plan.scatter(*job, threads=threads) == nbytes
-    for number, (key, tensor) in enumerate(distinct.items()):
-        assert_same(tensor, expected[key], f"tensor {number}")
-    assert_same(rows, want, "rows after the scatter")
+    check_both_ways(plan, groups, tensors, rows, job, threads=threads)
 
 
 def test_groups_that_share_tensors_are_one_job() -> None:

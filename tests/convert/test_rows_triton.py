@@ -25,7 +25,7 @@ from kvxfer.convert.row_tables import TILE
 from kvxfer.errors import DeviceError, DeviceMemoryError, LayoutError
 from kvxfer.rows import RowMapping
 from tests.convert.common import assert_same
-from tests.convert.row_plans import Bytes, by_hand, cell, group, int64, noise, run
+from tests.convert.row_plans import Bytes, cell, check_both_ways, group, int64, noise, run
 from tests.oracle import POISON
 
 pytestmark = pytest.mark.skipif(
@@ -54,19 +54,7 @@ def both_ways(
 ) -> DeviceRowPlan:
     """Gather and scatter are what is done by hand, bytes that are counted and bytes that nobody named included."""
     plan = DeviceRowPlan(groups, tensors, RowMemory.of(rows))
-    want = rows.copy()
-    nbytes = by_hand(groups, tensors, want, job, store=True)
-    assert plan.gather(*job, programs=programs) == nbytes
-    assert_same(rows, want, "rows")
-    distinct = {id(tensor): tensor for mine in tensors for tensor in mine}
-    for tensor in distinct.values():
-        tensor.fill(POISON)
-    expected = {key: tensor.copy() for key, tensor in distinct.items()}
-    nbytes = by_hand(groups, [[expected[id(t)] for t in mine] for mine in tensors], rows, job, store=False)
-    assert plan.scatter(*job, programs=programs) == nbytes
-    for number, (key, tensor) in enumerate(distinct.items()):
-        assert_same(tensor, expected[key], f"tensor {number}")
-    assert_same(rows, want, "rows after the scatter")
+    check_both_ways(plan, groups, tensors, rows, job, programs=programs)
     return plan
 
 
