@@ -88,7 +88,7 @@ class CuFile:
         base, nbytes = place(buf, host=False)
         assert size is not None and size <= nbytes, "Size is greater than the size of the buffer"
         straight = not self.compat and base in double.registered  # any other start is taken for not registered
-        number = double.called(name, size, file_offset, dev_offset, straight)
+        number = double.called(name, size, file_offset, dev_offset, straight, at=file_offset)
         most = double.faults.get("short")
         size = min(size, most) if most is not None else size
         assert self.compat or size <= 16 << 20

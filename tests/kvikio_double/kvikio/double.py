@@ -13,6 +13,7 @@ from typing import Any
 # driver_open: a message | "hangs"       is_gds_available, max_device..: driver properties
 # refuse_files: a message                register: a message, register_most: bytes that can be registered
 # short: most bytes a request moves      hang: "raw_read" | "raw_write" | "CuFile" | "memory_register" never return
+# hang_from: only requests at this offset of the file or beyond it hang
 # fail: {call: message}                  flip: {call: n}: one byte of every nth request is wrong
 faults: dict[str, Any] = json.loads(os.environ.get("KVIKIO_DOUBLE", "{}"))
 if faults.pop("not_in", None) == os.getpid():
@@ -45,12 +46,12 @@ def imported() -> None:
         time.sleep(1000)
 
 
-def called(name: str, *arguments: Any) -> int:
+def called(name: str, *arguments: Any, at: int = 0) -> int:
     """Notes a call, and does to it what was asked for. Which call of its name it is, from 1."""
     with lock:
         calls.append((name, *arguments))
         number = sum(call[0] == name for call in calls)
-    if name in (faults.get("hang") or ()) and number > faults.get("hang_after", 0):
+    if name in (faults.get("hang") or ()) and at >= faults.get("hang_from", 0):
         release.wait(1000)
     if message := (faults.get("fail") or {}).get(name):
         raise RuntimeError(message)
