@@ -346,11 +346,10 @@ def test_loads_go_ahead_of_stores_that_came_first(tmp_path: Path, source, target
         rig.submit(STORE, source, EACH[4:], chunks=range(4, 8))
         rig.submit(LOAD, target, EACH[1:4], chunks=range(1, 4))
         written = FaultyIO.calls("pwrite")
+        io.delay("pwrite", 1.0, times=1)  # of the store that comes next: time enough to look
         io.release()
-        io.hang("pwrite")  # of whatever store comes next
         assert not rig.finish(LOAD).status.any()
         assert FaultyIO.calls("pwrite") <= written + 1, "a load waited for stores that were only queued"
-        io.release()
         rig.finish(STORE)
         rig.finish(STORE)
 
