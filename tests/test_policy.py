@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -87,7 +87,7 @@ def test_a_pin_alone_is_no_use(make: Callable[[], CachePolicy[int]]) -> None:
 
 
 def test_policies_are_made_by_their_names() -> None:
-    made = {name: type(make_policy(name)) for name in BY_NAME}
+    made: dict[str, type[Any]] = {name: type(make_policy(name)) for name in BY_NAME}
     assert made == {"lru": LRUPolicy, "arc": ARCPolicy, "s3fifo": S3FIFOPolicy}
     with pytest.raises(ConfigError, match=r"policy='fifo' must be one of \['arc', 'lru', 's3fifo'\]"):
         make_policy("fifo")
