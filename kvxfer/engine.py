@@ -31,12 +31,13 @@ from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
 from kvxfer.reader import LoadReader
 from kvxfer.report import engine_reporter
-from kvxfer.results import PendingJob, TransferResult, block_table, deadline_ns, refuse_repeated
+from kvxfer.results import PendingJob, TransferResult, block_table, check_blocks, deadline_ns
 from kvxfer.store import Access, Store
 from kvxfer.writer import StoreWriter
 
 __all__ = ["TransferEngine", "TransferResult"]
 
+Keys = Sequence[bytes]
 TOUCHES = 1 << 12  # calls that wait
 WATCH_S = 0.1  # how long a thread sleeps at most when nothing wakes it
 # Pages of engines that left threads behind in calls: their memory must stay.
@@ -149,13 +150,7 @@ class TransferEngine:
         return self._intake.room(1) > 0
 
     def submit_store(
-        self,
-        job_id: int,
-        keys: Sequence[bytes],
-        block_ids: ArrayLike,
-        *,
-        access: Access | None = None,
-        begin: bool = True,
+        self, job_id: int, keys: Keys, block_ids: ArrayLike, *, access: Access | None = None, begin: bool = True
     ) -> None:
         """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
 
@@ -186,10 +181,7 @@ class TransferEngine:
                 self._runner.wake(direction)
 
     def touch(self, keys: Iterable[bytes], access: Access | None = None) -> None:
-        """Counts as a use of those that are stored, before the next store is planned. Of a flood the latest count.
-
-        Keys and `access` are as for `submit_store`.
-        """
+        """Counts as a use of those that are stored, before the next store is planned. Of a flood the latest count."""
         check_process(self._pid, "engine")
         keys = tuple(keys)
         self._touched.append((self.digest, keys, (access or Access()).place(keys)))
@@ -401,38 +393,29 @@ class TransferEngine:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _accept(
-        self,
-        job_id: int,
-        keys: Sequence[bytes],
-        block_ids: ArrayLike,
-        direction: int,
-        access: Access | None,
-        closes_ns: int = 0,
+        self, job_id: int, keys: Sequence[bytes], blocks: ArrayLike, way: int, access: Access | None, closes_ns: int = 0
     ) -> bool:
         """Check a job and queue it for its thread. False where nothing of it may pass: it has ended already."""
         check_process(self._pid, "engine")
-        ids = self.block_table(len(keys), block_ids)
-        if direction == LOAD:
-            refuse_repeated(ids)
-            if not all(pages.writable for pages in self._pages):
-                raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
-        elif ids.size and ids.min() < 0 and (empty := (ids < 0).all(axis=1)).any():
-            raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
+        ids = self.block_table(len(keys), blocks)
+        check_blocks(ids, way)
+        if way == LOAD and not all(pages.writable for pages in self._pages):
+            raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
         names = tuple(map(check_key, keys))
-        job = PendingJob(job_id, direction, names, ids, (access or Access()).place(names), self._runner.mark())
-        limit = self.config.max_queued_load_chunks if direction == LOAD else self.config.max_queued_store_chunks
+        job = PendingJob(job_id, way, names, ids, (access or Access()).place(names), self._runner.mark())
+        limit = self.config.max_queued_load_chunks if way == LOAD else self.config.max_queued_store_chunks
         with self._lock:
             if self._closing:
                 raise EngineClosed("the engine was shut down")
             if job_id in self._open or job_id in self._results:
                 raise LayoutError(f"job {job_id} is still open or its result was not taken")
             self._open[job_id] = job
-            dropped = self._queued_chunks[direction] + len(keys) > limit
-            self._queued_chunks[direction] += len(keys)
-            self._dropped_chunks[direction] += len(keys) if dropped else 0
-            refused = Status.DROPPED if dropped else self._intake.refusal(direction)
+            dropped = self._queued_chunks[way] + len(keys) > limit
+            self._queued_chunks[way] += len(keys)
+            self._dropped_chunks[way] += len(keys) if dropped else 0
+            refused = Status.DROPPED if dropped else self._intake.refusal(way)
             if keys and not refused:
-                if direction == LOAD:
+                if way == LOAD:
                     self._arrivals.append((job, closes_ns))
                 else:
                     self._queue.append(job)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvxfer.store.entry import Entry
 
 GROUP_BYTES = 4  # at the end of a key: its KV-cache group (keys.py)
 
@@ -82,3 +86,18 @@ class Access:
             return False
         self._used.add(key)
         return True
+
+
+def learn(entry: Entry, access: Access, table: dict[bytes, Entry]) -> None:
+    """Tells an entry's policy what it follows in a request: the chunk before it, and over gaps one that is there.
+
+    Args:
+        table: the entries of its namespace.
+    """
+    keys = [entry.key]
+    while (before := access.before(keys[-1])) is not None and (len(keys) == 1 or keys[-1] not in table):
+        keys.append(before)
+    keys.reverse()
+    names = [(entry.digest, key) for key in keys]
+    if entry.slab.policy.chain(names, [table.get(key) for key in keys]):
+        entry.after = keys[-2]

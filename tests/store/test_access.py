@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvxfer.coordinator import Coordinator
 from kvxfer.policy import POLICIES, LRUPolicy
+from kvxfer.policy.order import Order
 from kvxfer.store import Access, Store
 from kvxfer.tickets import Report, Settled, Ticket
 from tests.engine.rig import GEOMETRY, Node, keys_of
@@ -25,23 +25,13 @@ named = pytest.mark.parametrize("policy", POLICIES)
 
 
 def state_of(store: Store) -> list[Any]:
-    """The order in which everything would go, and what the policy counts; of a copy, since to ask may move things."""
+    """What the policy knows: its orders, each the oldest first, and how often each entry was used."""
     (policy,) = {id(slab.policy): slab.policy for slab in store._table.slabs()}.values()
-    twin = copy.copy(policy)
-    for name, value in vars(policy).items():
-        if name not in ("_chains", "_name_of"):
-            setattr(twin, name, copy.deepcopy(value, {id(entry): entry for entry in store._table.living()}))
+    policy = getattr(policy, "_policy", policy)  # a watched one
+    orders = [part for part in vars(policy).values() if isinstance(part, Order)]
+    numbers = [{**order._listed, **order._returned, **order._hidden} for order in orders]
     uses = {entry.key: count for entry, count in getattr(policy, "_uses", {}).items()}
-    frequent = sorted(entry.key for entry in store._table.living() if entry in getattr(policy, "_frequent", ()))
-    order = []
-    for part in vars(twin).values():
-        if type(part).__name__ == "Order":
-            order.append(sorted((number, entry.key) for entry, number in _numbers(part).items()))
-    return [[[key for _, key in part] for part in order], uses, frequent]
-
-
-def _numbers(order: Any) -> dict[Any, int]:
-    return {**order._listed, **order._returned, **order._hidden}
+    return [[[entry.key for entry in sorted(each, key=each.__getitem__)] for each in numbers], uses]
 
 
 @pytest.fixture

@@ -183,6 +183,7 @@ def test_after_a_reopen_chains_are_learned_anew(opened: Opened, root: Path) -> N
     digest = store.register(rig.namespace(), rig.ROW)
     store.touch(digest, keys)
     full(store, digest)
+    store.touch(digest, keys)
     make_room(store, digest, store.stats().entries - 5)
     assert gone_of(store, digest, keys) == keys[5:]
 
