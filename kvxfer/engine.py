@@ -368,11 +368,8 @@ class TransferEngine:
         """Counters of the runner (kvx_stats; of a device, too) and of the engine, by name."""
         check_process(self._pid, "engine")
         with self._lock:
-            mine = {
-                "stores_dropped": self._dropped_chunks[STORE],
-                "loads_dropped": self._dropped_chunks[LOAD],
-                "jobs_open": len(self._open),
-            }
+            mine = {"stores_dropped": self._dropped_chunks[STORE], "loads_dropped": self._dropped_chunks[LOAD]}
+            mine["jobs_open"] = len(self._open)
         return self._runner.stats() | mine
 
     @property
