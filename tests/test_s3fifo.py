@@ -112,3 +112,16 @@ def test_three_uses_count_and_no_more() -> None:
     for _ in range(3):
         policy.touch(0)
     assert policy.victims(3) == [1, 2, 0]
+
+
+def test_each_use_is_another_round() -> None:
+    policy = S3FIFOPolicy(name_of=lambda item: item, capacity=10)
+    for item in range(3):
+        policy.insert(item)
+        policy.touch(item)
+        policy.touch(item)
+    policy.victims(3)  # all come into the main queue
+    for item, uses in ((0, 3), (1, 2), (2, 1)):
+        for _ in range(uses):
+            policy.touch(item)
+    assert policy.victims(3) == [2, 1, 0]
