@@ -205,3 +205,20 @@ def test_a_batch_that_could_not_be_evicted_stays_in_its_chains(
     make_room(store, digest, 12)
     left = [key for key in keys if store.contains(digest, key)]
     assert left == keys[: len(left)]
+
+
+@named
+def test_what_was_not_stored_is_a_gap_and_no_end(opened: Opened, policy: str) -> None:
+    store = opened(capacity_bytes=SMALL, policy=policy)
+    digest = store.register(rig.namespace(), rig.ROW)
+    keys = chain(1, 8)
+    request = Access().place(keys)
+    names = [keys[0], keys[1], keys[5]]  # the others were dropped
+    slots = store.reserve(digest, rig.ROW, 3)
+    assert all(store.commit(digest, [(k, s, rig.FULL) for k, s in zip(names, slots, strict=True)], request))
+    assert store.stats().unreachable_entries == 1
+    full(store, digest)
+    pinned = store.pin(digest, [keys[5]])
+    store.release(store.reserve(digest, rig.ROW, 1000))
+    assert set(store.keys(digest)) == set(names), "what it follows over the gap has stayed with it"
+    store.unpin(pinned)
