@@ -93,6 +93,8 @@ def test_what_a_request_has_stored_it_has_used(node: Callable[[str], Node], poli
     assert used.put(range(30, 34)).bitmap.all()
     before = state_of(stored.store)
     assert before == state_of(used.store)
+    assert len(max(before[0], key=len)) == len(stored.store.keys(stored.digest)), "all are in the order of the new"
+    assert before[1] == {}, "that was a store, and no use beside it"
     assert stored.get(range(30, 34), access=request).bitmap.all()
     touch_all = keys_of(range(30, 34))
     stored.store.touch(stored.digest, touch_all, request)
