@@ -31,12 +31,13 @@ from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
 from kvxfer.reader import LoadReader
 from kvxfer.report import engine_reporter
-from kvxfer.results import PendingJob, TransferResult, block_table, deadline_ns, refuse_repeated
-from kvxfer.store import Store
+from kvxfer.results import PendingJob, TransferResult, block_table, check_blocks, deadline_ns
+from kvxfer.store import Access, Store
 from kvxfer.writer import StoreWriter
 
 __all__ = ["TransferEngine", "TransferResult"]
 
+Keys = Sequence[bytes]
 TOUCHES = 1 << 12  # calls that wait
 WATCH_S = 0.1  # how long a thread sleeps at most when nothing wakes it
 # Pages of engines that left threads behind in calls: their memory must stay.
@@ -109,7 +110,7 @@ class TransferEngine:
         self._results: dict[int, TransferResult] = {}  # not taken yet, oldest first
         self._arrivals: deque[tuple[PendingJob, int]] = deque()  # loads that their thread has not seen, and deadlines
         self._queue: deque[PendingJob] = deque()  # stores that theirs has not seen
-        self._touched: deque[tuple[bytes, tuple[bytes, ...]]] = deque(maxlen=TOUCHES)  # the same; needs no lock
+        self._touched: deque[tuple[bytes, tuple[bytes, ...], Access]] = deque(maxlen=TOUCHES)  # the same; needs no lock
         self._queued_chunks = {STORE: 0, LOAD: 0}
         self._dropped_chunks = {STORE: 0, LOAD: 0}
         self._closing = False
@@ -148,13 +149,16 @@ class TransferEngine:
         """Whether a chunk of a load would be tried now: it is turned on, and its breaker lets one pass."""
         return self._intake.room(1) > 0
 
-    def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, *, begin: bool = True) -> None:
+    def submit_store(
+        self, job_id: int, keys: Keys, block_ids: ArrayLike, *, access: Access | None = None, begin: bool = True
+    ) -> None:
         """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
 
         Args:
             job_id: the caller's; not that of another job whose result was not taken yet.
             keys: OffloadKeys in prefix order.
             block_ids: [len(keys)] or [len(keys), blocks_per_chunk]; -1 for a block that the chunk lacks.
+            access: of the request; what it did to a chunk before is the same use. None: the job is one by itself.
             begin: False: it may wait for `begin` (WATCH_S at most), so that no other submit is held up by its work.
 
         A store that finds the queue full, the engine turned off or the breaker open is dropped: its result says so.
@@ -167,7 +171,7 @@ class TransferEngine:
             raise LayoutError(
                 "the ranks of this engine do not hold every segment of a slot, so that it cannot complete a chunk"
             )
-        if self._accept(job_id, keys, block_ids, STORE) and begin:
+        if self._accept(job_id, keys, block_ids, STORE, access) and begin:
             self._runner.wake(STORE)
 
     def begin(self) -> None:
@@ -176,10 +180,11 @@ class TransferEngine:
             if waiting:
                 self._runner.wake(direction)
 
-    def touch(self, keys: Iterable[bytes]) -> None:
+    def touch(self, keys: Iterable[bytes], access: Access | None = None) -> None:
         """Counts as a use of those that are stored, before the next store is planned. Of a flood the latest count."""
         check_process(self._pid, "engine")
-        self._touched.append((self.digest, tuple(keys)))
+        keys = tuple(keys)
+        self._touched.append((self.digest, keys, (access or Access()).place(keys)))
 
     def submit_load(
         self,
@@ -189,6 +194,7 @@ class TransferEngine:
         *,
         deadline: float | None = None,
         recompute_tokens_per_s: float | None = None,
+        access: Access | None = None,
         begin: bool = True,
     ) -> None:
         """Start a load. Every key is attempted, in this order; keys that the store lacks are misses.
@@ -199,14 +205,14 @@ class TransferEngine:
             block_ids: [len(keys)] or [len(keys), blocks_per_chunk], distinct; -1 for a block that isn't wanted.
             deadline: time.monotonic() in seconds at which the result comes with what has arrived by then.
             recompute_tokens_per_s: also a deadline: no longer than recomputing all tokens of the job would take.
-            begin: as for `submit_store`.
+            access, begin: as for `submit_store`.
 
         Raises:
             LayoutError: ids out of range, repeated or of another shape.
             EngineClosed, ForkError
         """
         closes_ns = deadline_ns(deadline, recompute_tokens_per_s, len(keys) * self._tokens_per_chunk)
-        if self._accept(job_id, keys, block_ids, LOAD, closes_ns) and begin:
+        if self._accept(job_id, keys, block_ids, LOAD, access, closes_ns) and begin:
             self._runner.wake(LOAD)
 
     @property
@@ -362,11 +368,8 @@ class TransferEngine:
         """Counters of the runner (kvx_stats; of a device, too) and of the engine, by name."""
         check_process(self._pid, "engine")
         with self._lock:
-            mine = {
-                "stores_dropped": self._dropped_chunks[STORE],
-                "loads_dropped": self._dropped_chunks[LOAD],
-                "jobs_open": len(self._open),
-            }
+            mine = {"stores_dropped": self._dropped_chunks[STORE], "loads_dropped": self._dropped_chunks[LOAD]}
+            mine["jobs_open"] = len(self._open)
         return self._runner.stats() | mine
 
     @property
@@ -387,31 +390,29 @@ class TransferEngine:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _accept(
-        self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int, closes_ns: int = 0
+        self, job_id: int, keys: Sequence[bytes], blocks: ArrayLike, way: int, access: Access | None, closes_ns: int = 0
     ) -> bool:
         """Check a job and queue it for its thread. False where nothing of it may pass: it has ended already."""
         check_process(self._pid, "engine")
-        ids = self.block_table(len(keys), block_ids)
-        if direction == LOAD:
-            refuse_repeated(ids)
-            if not all(pages.writable for pages in self._pages):
-                raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
-        elif ids.size and ids.min() < 0 and (empty := (ids < 0).all(axis=1)).any():
-            raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
-        job = PendingJob(job_id, direction, tuple(map(check_key, keys)), ids, self._runner.mark())
-        limit = self.config.max_queued_load_chunks if direction == LOAD else self.config.max_queued_store_chunks
+        ids = self.block_table(len(keys), blocks)
+        check_blocks(ids, way)
+        if way == LOAD and not all(pages.writable for pages in self._pages):
+            raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
+        names = tuple(map(check_key, keys))
+        job = PendingJob(job_id, way, names, ids, (access or Access()).place(names), self._runner.mark())
+        limit = self.config.max_queued_load_chunks if way == LOAD else self.config.max_queued_store_chunks
         with self._lock:
             if self._closing:
                 raise EngineClosed("the engine was shut down")
             if job_id in self._open or job_id in self._results:
                 raise LayoutError(f"job {job_id} is still open or its result was not taken")
             self._open[job_id] = job
-            dropped = self._queued_chunks[direction] + len(keys) > limit
-            self._queued_chunks[direction] += len(keys)
-            self._dropped_chunks[direction] += len(keys) if dropped else 0
-            refused = Status.DROPPED if dropped else self._intake.refusal(direction)
+            dropped = self._queued_chunks[way] + len(keys) > limit
+            self._queued_chunks[way] += len(keys)
+            self._dropped_chunks[way] += len(keys) if dropped else 0
+            refused = Status.DROPPED if dropped else self._intake.refusal(way)
             if keys and not refused:
-                if direction == LOAD:
+                if way == LOAD:
                     self._arrivals.append((job, closes_ns))
                 else:
                     self._queue.append(job)

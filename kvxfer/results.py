@@ -13,7 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.bitmap import CompletionBitmap
 from kvxfer.errors import ConfigError, LayoutError
-from kvxfer.jobs import ChunkError, JobOutcome, Status, nanoseconds
+from kvxfer.jobs import LOAD, ChunkError, JobOutcome, Status, nanoseconds
+from kvxfer.store.access import Access
 
 _FEW = 4096  # block ids
 
@@ -41,6 +42,7 @@ class PendingJob:
     direction: int  # jobs.STORE or jobs.LOAD
     keys: Sequence[bytes]
     block_ids: NDArray[np.int64]  # [num_keys, blocks_per_chunk]
+    access: Access = field(default_factory=Access)  # of the request that it is part of, or its own; keys are placed
     after: Any = None  # what its runner's `mark` gave when it was accepted
     started: float = field(default_factory=time.monotonic)
     native_ids: list[int] = field(default_factory=list)  # what was handed to the runner for it
@@ -153,3 +155,11 @@ def deadline_ns(deadline: float | None, tokens_per_s: float | None, num_tokens: 
         worth = time.monotonic() + num_tokens / tokens_per_s
         deadline = worth if deadline is None else min(deadline, worth)
     return 0 if deadline is None else max(1, nanoseconds(deadline))
+
+
+def check_blocks(ids: NDArray[np.int64], direction: int) -> None:
+    """Raises LayoutError for ids [num_keys, blocks_per_chunk] of a load that repeat, or a store's chunk without any."""
+    if direction == LOAD:
+        refuse_repeated(ids)
+    elif ids.size and ids.min() < 0 and (empty := (ids < 0).all(axis=1)).any():
+        raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")

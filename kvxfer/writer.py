@@ -89,7 +89,7 @@ class StoreWriter:
     def _plan(self, job: PendingJob) -> None:
         masks = job.masks()
         todo: list[int] = []
-        held = self._held[job] = self._store.pin(self.digest, job.keys)
+        held = self._held[job] = self._store.pin(self.digest, job.keys, job.access)
         for i, key in enumerate(job.keys):
             if (entry := held[i]) is not None and masks[i] & ~entry.mask == 0:
                 job.arrive(i)  # and stays pinned: the job's own chunks must not push it out
@@ -161,7 +161,7 @@ class StoreWriter:
         items = [(job.keys[index[n]], slots[n], flight.masks[index[n]]) for n in written]
         unused: list[Reservation] = []
         try:
-            committed = dict(zip(written, self._store.commit(flight.digest, items), strict=True))
+            committed = dict(zip(written, self._store.commit(flight.digest, items, job.access), strict=True))
         except Exception as exc:  # a store that was closed, no memory: the job must end all the same
             engine_reporter.failed("store", f"{len(items)} written chunks could not be committed", exc)
             committed = dict.fromkeys(written, False)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,7 @@ __all__ = [
     "is_cuda_platform",
     "job_result",
     "job_rows",
+    "key_positions",
     "logical_page",
     "max_model_len",
     "num_rows",
@@ -132,6 +133,12 @@ _TAKES_DETECTOR = "backpressure_detector" in inspect.signature(SecondaryTierMana
 def job_rows(job: Any) -> NDArray[np.int64]:
     """The rows of the primary view that a TransferJob moves, one for each of its keys."""
     return np.asarray(getattr(job, str(_ROWS)), dtype=np.int64)
+
+
+def key_positions(req_context: Any) -> Callable[[bytes], int | None] | None:
+    """Where in the request a key ends, as vLLM knows it; None: this vLLM does not, and keys are in prefix order."""
+    found: Callable[[bytes], int | None] | None = getattr(req_context, "get_offload_key_position", None)
+    return found
 
 
 def job_result(

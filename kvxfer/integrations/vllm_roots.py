@@ -33,7 +33,7 @@ class Roots:
     def __init__(
         self, config: TierConfig, namespace: Namespace, rows: NDArray[np.uint8], num_rows: int, journal: Journal
     ) -> None:
-        policy = policies(config.policy, journal)
+        policy = policies(config.store.policy, journal)
         self.stores: list[Store] = []
         self._engines: list[TransferEngine] = []
         with ExitStack() as undo:

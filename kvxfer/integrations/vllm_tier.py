@@ -28,6 +28,7 @@ from kvxfer.integrations.vllm_namespace import check_stages, fingerprint_of, nam
 from kvxfer.integrations.vllm_reset import Reset
 from kvxfer.integrations.vllm_roots import Roots
 from kvxfer.report import engine_reporter
+from kvxfer.store import Access
 
 __all__ = ["KvxferTier"]
 
@@ -135,6 +136,7 @@ class KvxferTier(SecondaryTierManager):
         self._journal.digests = self._roots.digests
         self._jobs: dict[int, _Job] = {}
         self._ready: list[Any] = []  # results that vLLM has not taken
+        self._accesses: dict[str, Access] = {}  # by request: what it does to a chunk is one use
         self._failed: dict[str, set[bytes]] = {}  # by request: keys that did not arrive; every request that is there
         self._reset = Reset(self._engine.reset)
         self._old: set[str] = set()  # requests that were there at a reset for new weights
@@ -155,6 +157,7 @@ class KvxferTier(SecondaryTierManager):
     def on_new_request(self, req_context: Any) -> Any:
         """Chunks of a request are stored as they come."""
         self._failed.setdefault(req_context.req_id, set())
+        self._accesses.setdefault(req_context.req_id, Access(compat.key_positions(req_context)))
         self._deadlines.came(req_context.req_id)
         return RequestOffloadingContext()
 
@@ -162,6 +165,7 @@ class KvxferTier(SecondaryTierManager):
         """What failed for it is forgotten."""
         self._deadlines.left(req_context.req_id)
         self._old.discard(req_context.req_id)
+        self._accesses.pop(req_context.req_id, None)
         failed = self._failed.pop(req_context.req_id, None)
         if failed:
             self._journal.forget(failed.difference(*self._failed.values()))
@@ -194,7 +198,7 @@ class KvxferTier(SecondaryTierManager):
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Counts as a use."""
         try:
-            self._engine.touch(keys)
+            self._engine.touch(keys, self._accesses.get(req_context.req_id))
         except Exception as exc:  # a use that is not counted
             _report("touch", exc)
 
@@ -216,13 +220,14 @@ class KvxferTier(SecondaryTierManager):
             return
         try:
             rows = compat.job_rows(metadata)
+            access = self._accesses.get(job.request)
             if self._deadlines.measuring:
                 self._measure(job)
             if is_load:
                 deadline = self._deadlines.of(job.keys)
-                self._engine.submit_load(metadata.job_id, job.keys, rows, deadline=deadline, begin=False)
+                self._engine.submit_load(metadata.job_id, job.keys, rows, deadline=deadline, access=access, begin=False)
             else:
-                self._engine.submit_store(metadata.job_id, job.keys, rows, begin=False)
+                self._engine.submit_store(metadata.job_id, job.keys, rows, access=access, begin=False)
         except Exception as exc:  # the job was accepted: it has its one result, a failed one
             _report("load" if is_load else "store", exc)
             self._finish(metadata.job_id, job, None)
