@@ -47,20 +47,26 @@ class DriveWatch:
 
     def look(self) -> DriveWrites:
         """As it is now."""
-        written: dict[str, int] = {}
-        sizes: dict[str, int] = {}
+        written, not_written = self._read("stat", _WRITTEN)
+        sizes, not_sizes = self._read("size", 0)
         whys = [self._why] if self._why else []
-        for disk in self._disks:
-            for name, found, at in (("stat", written, _WRITTEN), ("size", sizes, 0)):
-                try:
-                    found[disk.name] = int((disk / name).read_text().split()[at]) * SECTOR
-                except (OSError, ValueError, IndexError) as exc:
-                    whys.append(f"{disk.name} does not tell its {name}: {exc}")
-        return DriveWrites(written, sizes, "; ".join(whys))
+        return DriveWrites(written, sizes, "; ".join(whys + not_written + not_sizes))
 
     def values(self) -> dict[tuple[str, tuple[str, ...]], Value]:
         """The samples of DRIVE_WRITTEN: none for a disk that does not tell."""
-        return {(DRIVE_WRITTEN.name, (disk,)): nbytes for disk, nbytes in self.look().written.items()}
+        written, _ = self._read("stat", _WRITTEN)
+        return {(DRIVE_WRITTEN.name, (disk,)): nbytes for disk, nbytes in written.items()}
+
+    def _read(self, name: str, at: int) -> tuple[dict[str, int], list[str]]:
+        """Bytes by disk, of sectors that are the `at`-th word of a file; and whose are not known, and why."""
+        found: dict[str, int] = {}
+        whys: list[str] = []
+        for disk in self._disks:
+            try:
+                found[disk.name] = int((disk / name).read_text().split()[at]) * SECTOR
+            except (OSError, ValueError, IndexError) as exc:
+                whys.append(f"{disk.name} does not tell its {name}: {exc}")
+        return found, whys
 
 
 def drive_bytes(path: Path, sysfs: Path = SYSFS, device: tuple[int, int] | None = None) -> tuple[int | None, str]:
