@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvxfer.admission import SecondTouch
-from kvxfer.config import StoreConfig
+from kvxfer.admission import SecondTouch, WriteBudget
+from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.errors import ConfigError
-from kvxfer.jobs import Status
+from kvxfer.intake import CHAINS, Intake
+from kvxfer.jobs import LOAD, STORE, Status
 from kvxfer.keys import make_offload_key
 from kvxfer.observe import render_metrics
 from kvxfer.results import TransferResult
@@ -168,6 +169,16 @@ def test_a_chain_that_was_cut_is_not_stored_behind_the_gap(tmp_root: Path) -> No
         assert node.put([2, 3], chain="b").bitmap.all()
 
 
+def test_chains_that_were_cut_are_forgotten_in_time() -> None:
+    intake = Intake(
+        EngineConfig(), lambda: {"lost_writes": 0, "lost_calls": 0}, budget=WriteBudget(1, 1, ManualClock())
+    )
+    for chain in range(CHAINS + 1):
+        assert intake.sift([b"key"], 2, chain) == ([], {0: Status.BUDGET})
+    assert intake.verdict(STORE, 0, 1, 0) is None and intake.verdict(STORE, 0, 1, 1) is Status.BUDGET
+    assert intake.sift([b"key"], 2, None) == ([], {0: Status.BUDGET}) and intake.verdict(STORE, 0, 1, None) is None
+
+
 def test_drive_writes_per_day_of_a_given_drive(tmp_root: Path) -> None:
     with Store.open(StoreConfig(root=tmp_root, write_dwpd=0.5, drive_bytes=86400 * 1000)) as store:
         assert store.stats().write_budget_bytes_per_s == 500
@@ -205,6 +216,15 @@ def test_a_queue_that_takes_too_long_takes_no_more(tmp_root: Path) -> None:
         assert node.put([8]).bitmap.all()
         assert outcomes(node.writer, "store")["backlog"] == 3
         assert node.writer._intake.backlog._queued == 0
+
+
+def test_a_long_queue_of_stores_holds_up_no_load() -> None:
+    clock = ManualClock()
+    intake = Intake(EngineConfig(max_queue_s=5.0), lambda: {"lost_writes": 0, "lost_calls": 0}, clock)
+    intake.backlog.add(100)
+    clock.advance(6)
+    assert intake.verdict(STORE, 0, 1) is Status.BACKLOG and intake.verdict(LOAD, 0, 1) is None
+    assert intake.room(3) == 3
 
 
 @pytest.mark.parametrize("fault", ["none", "io", "cancel", "no_space"])
