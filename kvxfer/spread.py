@@ -178,7 +178,7 @@ class SpreadEngine:
         with self._lock:
             if job_id in self._jobs:
                 raise LayoutError(f"job {job_id} is still open")
-            affords = [engine.affords for engine in self._engines]
+            affords = [engine.affords for engine in self._engines] if store else []
             homes = [self._place(key, job, affords) if store else self._home(key) for key in keys]
             where = np.asarray(homes, np.int64)
             numbers = list(dict.fromkeys(homes)) or [0]
