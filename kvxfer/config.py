@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvxfer.errors import ConfigError
+from kvxfer.policy import POLICIES
 from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
 
 IO_BACKENDS = ("auto", "posix")
@@ -82,6 +83,7 @@ class StoreConfig:
     capacity_bytes: int = 64 << 30
     slab_bytes: int | None = None  # largest size of one preallocated file
     max_files: int = 4096
+    policy: str = "lru"  # what makes way when it is full: lru | arc | s3fifo (kvxfer/policy)
     io: str = "auto"  # backend of the engine's jobs: auto (the best there is) | posix, so far the only one
     direct: str = "auto"  # O_DIRECT: auto (where it works) | on (or refuse to open) | off
     index_map_bytes: int | None = None  # cap of the index file; None: a share of the capacity
@@ -106,6 +108,7 @@ class StoreConfig:
         _check_integers(self, _LEAST_CAPACITY, "capacity_bytes")
         _check_integers(self, _SMALL_FILES + 2, "max_files")
         _check_choice(self, "io", IO_BACKENDS)
+        _check_choice(self, "policy", tuple(POLICIES))
         _check_choice(self, "direct", DIRECT_MODES)
         if self.slab_bytes is not None:
             _check_integers(self, 2 * ALIGNMENT, "slab_bytes")

@@ -25,7 +25,7 @@ from kvxfer.observe import Metrics, Observer, engine_values, report_errors, stor
 from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob, TransferResult
 from kvxfer.slot import SlotLayout
-from kvxfer.store import Entry, Reservation, Store
+from kvxfer.store import Access, Entry, Reservation, Store
 from kvxfer.supply import SlotSupply
 from kvxfer.tickets import NOWHERE, Failure, Place, Report, Settled, Ticket, chunk_errors
 
@@ -93,6 +93,7 @@ class Coordinator:
         self._outstanding: dict[int, int] = {}  # generation: writes of ranks that were given up and have not returned
         self._quarantined: dict[int, Reservation] = {}  # by generation
         self._seconds: deque[tuple[int, float]] = deque(maxlen=4096)  # direction and time of tickets, not taken yet
+        self._accesses: dict[str, Access] = {}  # by owner
         self._failed: dict[str, dict[bytes, int]] = {}  # by owner: keys that did not arrive, in which generation
         self._closed = False
 
@@ -108,23 +109,29 @@ class Coordinator:
         usable = not self._closed and not self._supply.outdated
         found = usable and self._intake.room(1) > 0 and self._store.contains(self.digest, key)
         if found and (failed := self._failed.get(owner)) and key in failed:
-            (entry,) = self._store.pin(self.digest, [key])
+            (entry,) = self._store.pin(self.digest, [key], self._access(owner, [key]))
             self._store.unpin([entry])
             found = entry is not None and entry.generation != failed[key]
         self._observer.looked_up(1, int(found))
         return found
 
-    def touch(self, keys: Collection[bytes]) -> None:
+    def touch(self, keys: Collection[bytes], owner: str = "") -> None:
         """Counts as a use of those that are stored."""
-        self._store.touch(self.digest, keys)
+        self._store.touch(self.digest, keys, self._access(owner, keys))
 
-    def begin(self, owner: str) -> None:
-        """What fails this owner from now on is remembered for it."""
+    def begin(self, owner: str, access: Access | None = None) -> None:
+        """What fails this owner from now on is remembered for it, and what it does to a chunk is one use."""
         self._failed.setdefault(owner, {})
+        self._accesses.setdefault(owner, access or Access())
 
     def end(self, owner: str) -> None:
         """It asks no more."""
         self._failed.pop(owner, None)
+        self._accesses.pop(owner, None)
+
+    def _access(self, owner: str, keys: Collection[bytes]) -> Access:
+        """Of an owner that has begun; a call of any other is an access by itself."""
+        return (self._accesses.get(owner) or Access()).place(keys)
 
     # ---- tickets ---------------------------------------------------------------------------------------------------
 
@@ -132,8 +139,9 @@ class Coordinator:
         """A ticket for loading these chunks. Those that cannot be read have no place: every rank fails them."""
         outdated = self._supply.outdated  # before the digest, which is the new one once this says no
         digest = self.digest
-        job = PendingJob(self._next(), LOAD, tuple(map(check_key, keys)), self._blocks(len(keys)))
-        entries: list[Entry | None] = [None] * len(keys) if outdated else self._store.pin(digest, keys)
+        names = tuple(map(check_key, keys))
+        job = PendingJob(self._next(), LOAD, names, self._blocks(len(keys)), self._access(owner, names))
+        entries: list[Entry | None] = [None] * len(keys) if outdated else self._store.pin(digest, keys, job.access)
         permit = self._intake.admit(LOAD, sum(entry is not None for entry in entries))
         room = self.config.max_queued_load_chunks - self._queued[LOAD]
         left = min(permit.chunks, room) if self._intake.enabled else 0
@@ -165,8 +173,10 @@ class Coordinator:
         for position, key in enumerate(keys):
             if key not in absent and key not in self._writing and not self._store.contains(digest, key):
                 absent[key] = position
-        job = PendingJob(self._next(), STORE, tuple(map(check_key, keys)), self._blocks(len(keys)))
-        wanted, left_out = self._admitted(keys, list(absent.values()), owner or None)
+        names = tuple(map(check_key, keys))
+        job = PendingJob(self._next(), STORE, names, self._blocks(len(keys)), self._access(owner, names))
+        self._store.touch(digest, names, job.access)  # what is there is used, as the engine's stores use it
+        wanted, left_out = self._admitted(keys, list(absent.values()), job.access)
         paid = len(wanted)
         permit = self._intake.admit(STORE, len(wanted))
         wanted, held_back = wanted[: permit.chunks], wanted[permit.chunks :]
@@ -196,15 +206,15 @@ class Coordinator:
         return chosen, ticket
 
     def _admitted(
-        self, keys: Sequence[bytes], absent: list[int], owner: str | None
+        self, keys: Sequence[bytes], absent: list[int], access: Access
     ) -> tuple[list[int], dict[int, Status]]:
         """Positions of what the queue has room for and the intake lets pass, and why not of the others."""
-        refused = self._intake.verdict(STORE, 0, 0, owner)
+        refused = self._intake.verdict(STORE, 0, 0, access)
         if refused in (Status.OFF, Status.BACKLOG, Status.BUDGET):  # an open breaker is asked for permits, as it probes
             return [], dict.fromkeys(absent, refused)
         room = max(0, self.config.max_queued_store_chunks - self._queued[STORE])
         absent, dropped = absent[:room], absent[room:]
-        wanted, left_out = self._intake.sift([keys[position] for position in absent], self._slot.slot_bytes, owner)
+        wanted, left_out = self._intake.sift([keys[position] for position in absent], self._slot.slot_bytes, access)
         found = {absent[place]: why for place, why in left_out.items()} | dict.fromkeys(dropped, Status.DROPPED)
         return [absent[place] for place in wanted], found
 
@@ -297,7 +307,7 @@ class Coordinator:
 
         self._committing += 1
         if items:
-            self._supply.commit(ticket.digest, items, done)
+            self._supply.commit(ticket.digest, items, done, one.job.access)
         else:
             self._published.append((one, whole, []))
 

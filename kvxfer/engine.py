@@ -13,8 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,7 +23,7 @@ from kvxfer.config import EngineConfig
 from kvxfer.convert.pages import KVPages, slot_of
 from kvxfer.device.base import Device
 from kvxfer.device.choice import runner_over
-from kvxfer.errors import EngineClosed, LayoutError, StoreError
+from kvxfer.errors import EngineClosed, LayoutError
 from kvxfer.intake import Intake
 from kvxfer.jobs import LOAD, STORE, Runner, Status, check_process
 from kvxfer.keys import Namespace, check_key
@@ -33,7 +32,7 @@ from kvxfer.reader import LoadReader
 from kvxfer.registration import Registration
 from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob, TransferResult, block_table, check_blocks, deadline_ns
-from kvxfer.store import Store
+from kvxfer.store import Access, Store
 from kvxfer.writer import StoreWriter
 
 __all__ = ["TransferEngine", "TransferResult"]
@@ -60,9 +59,7 @@ class TransferEngine:
         clock: seconds, for the circuit breakers and the measured speed; tests give one of their own.
         second_touch: shared with other engines that may be offered the same chunks; None: one of its own, if any.
 
-    It starts turned off where the environment says KVXFER_DISABLE=1.
-
-    Thread-safe. Use it as a context manager, or call `shutdown`.
+    It starts turned off where KVXFER_DISABLE=1. Thread-safe. Use it as a context manager, or call `shutdown`.
 
     Raises:
         LayoutError: the ranks' mappings are of different slots.
@@ -113,7 +110,7 @@ class TransferEngine:
         self._results: dict[int, TransferResult] = {}  # not taken yet, oldest first
         self._arrivals: deque[tuple[PendingJob, int]] = deque()  # loads that their thread has not seen, and deadlines
         self._queue: deque[PendingJob] = deque()  # stores that theirs has not seen
-        self._touched: deque[tuple[bytes, tuple[bytes, ...]]] = deque(maxlen=TOUCHES)  # the same; needs no lock
+        self._touched: deque[tuple[bytes, tuple[bytes, ...], Access]] = deque(maxlen=TOUCHES)  # the same; needs no lock
         self._queued_chunks = {STORE: 0, LOAD: 0}
         self._closing = False
         self._stopped = threading.Event()
@@ -165,7 +162,7 @@ class TransferEngine:
         keys: Sequence[bytes],
         block_ids: ArrayLike,
         *,
-        chain: Hashable = None,
+        access: Access | None = None,
         begin: bool = True,
     ) -> None:
         """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
@@ -174,12 +171,11 @@ class TransferEngine:
             job_id: the caller's; not that of another job whose result was not taken yet.
             keys: OffloadKeys in prefix order.
             block_ids: [len(keys)] or [len(keys), blocks_per_chunk]; -1 for a block that the chunk lacks.
-            chain: what the chunks belong to, such as a request. Once the write budget or max_queue_s has cut it, its
-                later stores are dropped too: they would be behind a gap.
+            access: of the request; what it did to a chunk before is the same use. None: the job is one by itself. Once
+                the write budget or max_queue_s has cut it, its later stores are dropped too, being behind a gap.
             begin: False: it may wait for `begin` (WATCH_S at most), so that no other submit is held up by its work.
 
-        A store that finds the queue full or too slow, the engine turned off or the breaker open is dropped: its result
-        says so.
+        A store that finds the queue full or slow, the engine off or the breaker open is dropped: its result says so.
 
         Raises:
             LayoutError: ids out of range or of another shape, or the ranks here do not hold every segment.
@@ -189,7 +185,7 @@ class TransferEngine:
             raise LayoutError(
                 "the ranks of this engine do not hold every segment of a slot, so that it cannot complete a chunk"
             )
-        if self._accept(job_id, keys, block_ids, STORE, 0, chain) and begin:
+        if self._accept(job_id, keys, block_ids, STORE, access, 0) and begin:
             self._runner.wake(STORE)
 
     def begin(self) -> None:
@@ -198,10 +194,14 @@ class TransferEngine:
             if waiting:
                 self._runner.wake(direction)
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Counts as a use of those that are stored, before the next store is planned. Of a flood the latest count."""
+    def touch(self, keys: Iterable[bytes], access: Access | None = None) -> None:
+        """Counts as a use of those that are stored, before the next store is planned. Of a flood the latest count.
+
+        Keys and `access` are as for `submit_store`.
+        """
         check_process(self._pid, "engine")
-        self._touched.append((self.digest, tuple(keys)))
+        keys = tuple(keys)
+        self._touched.append((self.digest, keys, (access or Access()).place(keys)))
 
     def submit_load(
         self,
@@ -211,6 +211,7 @@ class TransferEngine:
         *,
         deadline: float | None = None,
         recompute_tokens_per_s: float | None = None,
+        access: Access | None = None,
         begin: bool = True,
     ) -> None:
         """Start a load. Every key is attempted, in this order; keys that the store lacks are misses.
@@ -221,14 +222,14 @@ class TransferEngine:
             block_ids: [len(keys)] or [len(keys), blocks_per_chunk], distinct; -1 for a block that isn't wanted.
             deadline: time.monotonic() in seconds at which the result comes with what has arrived by then.
             recompute_tokens_per_s: also a deadline: no longer than recomputing all tokens of the job would take.
-            begin: as for `submit_store`.
+            access, begin: as for `submit_store`.
 
         Raises:
             LayoutError: ids out of range, repeated or of another shape.
             EngineClosed, ForkError
         """
         closes_ns = deadline_ns(deadline, recompute_tokens_per_s, len(keys) * self._tokens_per_chunk)
-        if self._accept(job_id, keys, block_ids, LOAD, closes_ns, None) and begin:
+        if self._accept(job_id, keys, block_ids, LOAD, access, closes_ns) and begin:
             self._runner.wake(LOAD)
 
     @property
@@ -406,31 +407,31 @@ class TransferEngine:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _accept(
-        self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int, closes_ns: int, chain: Hashable
+        self, job_id: int, keys: Sequence[bytes], blocks: ArrayLike, direction: int, access: Access | None, end_ns: int
     ) -> bool:
         """Check a job and queue it for its thread. False where nothing of it may pass: it has ended already."""
         check_process(self._pid, "engine")
-        ids = self.block_table(len(keys), block_ids)
+        ids = self.block_table(len(keys), blocks)
         check_blocks(direction, ids, all(pages.writable for pages in self._pages))
-        job = PendingJob(job_id, direction, tuple(map(check_key, keys)), ids, self._runner.mark(), chain)
+        names = tuple(map(check_key, keys))
+        job = PendingJob(job_id, direction, names, ids, (access or Access()).place(names), self._runner.mark())
         with self._lock:
             if self._closing:
                 raise EngineClosed("the engine was shut down")
             if job_id in self._open or job_id in self._results:
                 raise LayoutError(f"job {job_id} is still open or its result was not taken")
             self._open[job_id] = job
-            refused = self._intake.verdict(direction, self._queued_chunks[direction], len(keys), chain)
+            refused = self._intake.verdict(direction, self._queued_chunks[direction], len(keys), job.access)
             self._queued_chunks[direction] += len(keys)
             if keys and not refused:
                 if direction == LOAD:
-                    self._arrivals.append((job, closes_ns))
+                    self._arrivals.append((job, end_ns))
                 else:
                     self._intake.weigh(job, len(keys) * self._slot.slot_bytes)
                     self._queue.append(job)
                 return True
         if refused in (Status.BACKLOG, Status.BUDGET):
-            with suppress(StoreError):  # that was closed
-                self._writer.answer_present(job)
+            self._writer.answer_present(job)
         job.fail_rest(refused or Status.DROPPED)
         self._publish(job)
         return False

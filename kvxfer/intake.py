@@ -16,8 +16,7 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -30,9 +29,9 @@ from kvxfer.keys import group_of
 from kvxfer.observe import DIRECTIONS
 from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob
+from kvxfer.store import Access
 
 DISABLE = "KVXFER_DISABLE"  # 1: engines start turned off
-CHAINS = 4096  # that were cut, and are remembered
 
 
 class Intake:
@@ -79,7 +78,6 @@ class Intake:
         if second_touch is None and config.second_touch_names:
             second_touch = SecondTouch(config.second_touch_names)
         self._second_touch = second_touch
-        self._cut: OrderedDict[Hashable, Status] = OrderedDict()  # chains of which something was left out, and why
         if not self._enabled:
             engine_reporter.warn("switch", f"{DISABLE} is set: this engine starts turned off")
 
@@ -104,25 +102,25 @@ class Intake:
         behind = direction == STORE and self._max_queue_s is not None and self.backlog.seconds() > self._max_queue_s
         return Status.BACKLOG if behind else None
 
-    def verdict(self, direction: int, queued: int, chunks: int, chain: Hashable = None) -> Status | None:
+    def verdict(self, direction: int, queued: int, chunks: int, access: Access | None = None) -> Status | None:
         """Why a job of `chunks` chunks is refused as a whole, beside `queued` others; None: it is queued. One thread's
         at a time.
 
         Args:
-            chain: what its chunks belong to, such as a request; None: not known. Where the budget or the backlog cut a
-                chain, the chunks that follow are refused too: they would be of no use, and cost no more than this.
+            access: of the request. Where the budget or the backlog has cut one, its stores are refused from then on:
+                they would be of no use, and cost no more than this.
         """
-        if chain is not None and (cut := self._cut.get(chain)) is not None:
-            return cut
+        if direction == STORE and access is not None and access.cut is not None:
+            return Status(access.cut)
         if queued + chunks > self._most[direction]:
             self.dropped[direction] += chunks
             return Status.DROPPED
-        if (refused := self.refusal(direction)) is Status.BACKLOG:
-            self._remember(chain, refused)
+        if (refused := self.refusal(direction)) is Status.BACKLOG and access is not None:
+            access.cut = refused
         return refused
 
     def sift(
-        self, keys: Sequence[bytes], slot_bytes: int, chain: Hashable = None
+        self, keys: Sequence[bytes], slot_bytes: int, access: Access | None = None
     ) -> tuple[list[int], dict[int, Status]]:
         """Which chunks of a store to write, by their place in it, and why the others not. Takes their bytes of the
         budget; what is not written after all must come back to `unspent`.
@@ -130,7 +128,7 @@ class Intake:
         Args:
             keys: of those that are not there, in prefix order (of each group).
             slot_bytes: what each of them takes.
-            chain: as for `verdict`.
+            access: as for `verdict`.
         """
         wanted, refused = list(range(len(keys))), dict[int, Status]()
         if self._second_touch is not None:
@@ -147,7 +145,8 @@ class Intake:
         paid = self._budget.take_some(slot_bytes, len(wanted))
         if paid < len(wanted):
             refused |= dict.fromkeys(wanted[paid:], Status.BUDGET)
-            self._remember(chain, Status.BUDGET)
+            if access is not None:
+                access.cut = Status.BUDGET
         return wanted[:paid], refused
 
     def weigh(self, job: PendingJob, nbytes: int) -> None:
@@ -164,14 +163,6 @@ class Intake:
     def affords(self, slot_bytes: int) -> float:
         """How many slots the budget holds now; infinity where there is none."""
         return math.inf if self._budget is None else self._budget.available() // slot_bytes
-
-    def _remember(self, chain: Hashable, why: Status) -> None:
-        if chain is None:
-            return
-        with self._lock:
-            self._cut[chain] = why
-            while len(self._cut) > CHAINS:
-                self._cut.popitem(last=False)
 
     def room(self, chunks: int) -> int:
         """How many of the first `chunks` chunks a load would be let try."""

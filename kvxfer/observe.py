@@ -179,6 +179,11 @@ _STORE_FIELDS = {
     "index_bytes": _gauge("kvxfer_index_bytes", "The index.", "bytes"),
     "entries": _gauge("kvxfer_entries", "Chunks that can be looked up.", "chunks"),
     "max_entries": _gauge("kvxfer_max_entries", "Chunks that the index can name.", "chunks"),
+    "unreachable_entries": _gauge(
+        "kvxfer_unreachable_chunks",
+        "Entries that no lookup gets to, since a chunk before them is missing; by kvxfer_entries their share.",
+        "chunks",
+    ),
     "pinned_entries": _gauge("kvxfer_pinned_entries", "Entries in use by jobs.", "chunks"),
     "reserved_slots": _gauge("kvxfer_reserved_slots", "Slots that are being written.", "slots"),
     "quarantined_slots": _gauge("kvxfer_quarantined_slots", "Slots under a write that was given up.", "slots"),

@@ -53,7 +53,7 @@ class LoadReader:
         """Start a load: what is there of it is handed to the runner, the rest are misses."""
         entries: list[Entry | None] = []
         try:
-            entries = self._store.pin(digest, job.keys)
+            entries = self._store.pin(digest, job.keys, job.access)
             self._submit(job, digest, entries, closes_ns)
         except Exception as exc:  # a store that was closed, a runner that was shut down, no memory: the job must end
             engine_reporter.failed("load", f"load {job.job_id} could not be started", exc, job=job.job_id)

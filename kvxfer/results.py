@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvxfer.bitmap import CompletionBitmap
 from kvxfer.errors import ConfigError, LayoutError
 from kvxfer.jobs import LOAD, ChunkError, JobOutcome, Status, nanoseconds
+from kvxfer.store.access import Access
 
 _FEW = 4096  # block ids
 
@@ -41,8 +42,8 @@ class PendingJob:
     direction: int  # jobs.STORE or jobs.LOAD
     keys: Sequence[bytes]
     block_ids: NDArray[np.int64]  # [num_keys, blocks_per_chunk]
+    access: Access = field(default_factory=Access)  # of the request that it is part of, or its own; keys are placed
     after: Any = None  # what its runner's `mark` gave when it was accepted
-    chain: Hashable = None  # of a store: what its chunks belong to
     queued_bytes: int = 0  # of a store: what it may still write
     started: float = field(default_factory=time.monotonic)
     native_ids: list[int] = field(default_factory=list)  # what was handed to the runner for it

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +25,7 @@ from kvxfer.metrics import add_up
 from kvxfer.observe import Metrics
 from kvxfer.report import engine_reporter
 from kvxfer.results import TransferResult, refuse_repeated
+from kvxfer.store import Access
 
 __all__ = ["SpreadEngine"]
 
@@ -92,11 +93,12 @@ class SpreadEngine:
         """`lookup` of one key."""
         return self._engines[self._home(key)].holds(key)
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Counts as a use."""
+    def touch(self, keys: Iterable[bytes], access: Access | None = None) -> None:
+        """As TransferEngine.touch. A root hears of the keys that it has: the others' are no gaps in its chains."""
         keys = tuple(keys)
-        for engine in self._engines:
-            engine.touch(keys)
+        for number, engine in enumerate(self._engines):
+            part = None if access is None else access.part(number)
+            engine.touch([key for key in keys if engine.contains(key)], part)
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 
@@ -106,12 +108,12 @@ class SpreadEngine:
         keys: Sequence[bytes],
         block_ids: ArrayLike,
         *,
-        chain: Hashable = None,
+        access: Access | None = None,
         begin: bool = True,
     ) -> None:
         """As TransferEngine.submit_store."""
         ids = self._engines[0].block_table(len(keys), block_ids)
-        self._submit(job_id, keys, ids, partial(TransferEngine.submit_store, chain=chain, begin=begin), store=True)
+        self._submit(job_id, keys, ids, access, partial(TransferEngine.submit_store, begin=begin), store=True)
 
     def submit_load(
         self,
@@ -120,12 +122,13 @@ class SpreadEngine:
         block_ids: ArrayLike,
         *,
         deadline: float | None = None,
+        access: Access | None = None,
         begin: bool = True,
     ) -> None:
         """As TransferEngine.submit_load."""
         ids = self._engines[0].block_table(len(keys), block_ids)
         refuse_repeated(ids)  # which its parts would not see
-        self._submit(job_id, keys, ids, partial(TransferEngine.submit_load, deadline=deadline, begin=begin))
+        self._submit(job_id, keys, ids, access, partial(TransferEngine.submit_load, deadline=deadline, begin=begin))
 
     def begin(self) -> None:
         """As TransferEngine.begin."""
@@ -169,6 +172,7 @@ class SpreadEngine:
         job_id: int,
         keys: Sequence[bytes],
         ids: NDArray[np.int64],
+        access: Access | None,
         submit: Callable[..., None],
         *,
         store: bool = False,
@@ -186,8 +190,9 @@ class SpreadEngine:
             job.waits_for = dict(parts)
             self._jobs[job_id] = job
         for number, index in parts.items():
+            part = None if access is None else access.part(number)
             try:
-                submit(self._engines[number], job_id, [keys[i] for i in index], ids[index])
+                submit(self._engines[number], job_id, [keys[i] for i in index], ids[index], access=part)
             except Exception as exc:  # other parts are under way by then: this one ends as a failed one, and says why
                 if number == numbers[0]:
                     with self._lock:

@@ -16,7 +16,7 @@ from kvxfer.keys import Namespace
 from kvxfer.registration import Registration
 from kvxfer.report import engine_reporter
 from kvxfer.slot import SlotLayout
-from kvxfer.store import Reservation, Store
+from kvxfer.store import Access, Reservation, Store
 
 BATCH = 64  # slots reserved at once: a take meanwhile waits for no more than the caller's own lock
 WATCH_S = 0.1  # how long the thread sleeps at most, and how long it leaves a store alone that gave nothing
@@ -42,7 +42,7 @@ class SlotSupply:
         self._target = self._least
         self._work = threading.Condition()
         self._free: deque[Reservation] = deque()
-        self._commits: deque[tuple[bytes, Sequence[Item], Committed]] = deque()
+        self._commits: deque[tuple[bytes, Sequence[Item], Committed, Access | None]] = deque()
         self._committing = False
         self._taken_at = self._retry_at = time.monotonic()
         self._stop = self._outdated = False
@@ -66,11 +66,11 @@ class SlotSupply:
             self._work.notify_all()
         return taken
 
-    def commit(self, digest: bytes, items: Sequence[Item], done: Committed) -> None:
+    def commit(self, digest: bytes, items: Sequence[Item], done: Committed, access: Access | None = None) -> None:
         """Publish what was written, in `digest`; the thread then calls `done` with an answer for each item."""
         with self._work:
             if not self._stop:
-                self._commits.append((digest, items, done))
+                self._commits.append((digest, items, done, access))
                 self._work.notify_all()
                 return
         self._store.release([slot for _, slot, _ in items])
@@ -103,7 +103,7 @@ class SlotSupply:
             free, self._free = list(self._free), deque()
             left, self._commits = list(self._commits), deque()
         self._store.release(free)
-        for _, items, done in left:
+        for _, items, done, _ in left:
             self._store.release([slot for _, slot, _ in items])
             done([False] * len(items))
         return not self._thread.is_alive()
@@ -117,8 +117,8 @@ class SlotSupply:
                 commits, self._commits = list(self._commits), deque()
                 self._committing = bool(commits)
                 stop = self._stop
-            for digest, items, done in commits:
-                self._tell(done, self._publish(digest, items))
+            for digest, items, done, access in commits:
+                self._tell(done, self._publish(digest, items, access))
             with self._work:
                 self._committing = False
                 self._work.notify_all()
@@ -142,9 +142,9 @@ class SlotSupply:
         outdated = self._outdated and time.monotonic() >= self._raise_at
         return bool(self._commits) or self._stop or lacking or outdated
 
-    def _publish(self, digest: bytes, items: Sequence[Item]) -> list[bool]:
+    def _publish(self, digest: bytes, items: Sequence[Item], access: Access | None) -> list[bool]:
         try:
-            return self._store.commit(digest, items)
+            return self._store.commit(digest, items, access)
         except Exception as exc:  # a store that was closed, no memory: whoever waits for it must hear of it
             engine_reporter.failed("commit", f"{len(items)} written chunks could not be committed", exc)
             self._store.release([slot for _, slot, _ in items])

@@ -6,10 +6,12 @@ Nothing here is called by any other thread, so nothing here is locked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvxfer.breaker import Permit
+from kvxfer.errors import StoreError
 from kvxfer.intake import Intake
 from kvxfer.jobs import STORE, JobOutcome, Runner, Status
 from kvxfer.report import engine_reporter
@@ -89,7 +91,7 @@ class StoreWriter:
     def _plan(self, job: PendingJob) -> None:
         masks = job.masks()
         todo: list[int] = []
-        held = self._held[job] = self._store.pin(self.digest, job.keys)
+        held = self._held[job] = self._store.pin(self.digest, job.keys, job.access)
         for i, key in enumerate(job.keys):
             if (entry := held[i]) is not None and masks[i] & ~entry.mask == 0:
                 job.arrive(i)  # and stays pinned: the job's own chunks must not push it out
@@ -100,7 +102,7 @@ class StoreWriter:
                 job.fail(i, Status.BUSY)  # fewer of its blocks are on their way just now
             else:
                 write.waiters.append((job, i))
-        wanted, refused = self._intake.sift([job.keys[i] for i in todo], self._slot.slot_bytes, job.chain)
+        wanted, refused = self._intake.sift([job.keys[i] for i in todo], self._slot.slot_bytes, job.access)
         self._intake.weigh(job, len(wanted) * self._slot.slot_bytes)
         for start in range(0, len(wanted), self._batch):
             self._submit(job, [todo[place] for place in wanted[start : start + self._batch]], masks)
@@ -111,9 +113,10 @@ class StoreWriter:
     def answer_present(self, job: PendingJob) -> None:
         """Of a store that is refused: sets the bits of what is there already. For any thread."""
         masks = job.masks()
-        for i, key in enumerate(job.keys):
-            if self._store.contains(self.digest, key, masks[i]):
-                job.arrive(i)
+        with suppress(StoreError):  # that was closed
+            for i, key in enumerate(job.keys):
+                if self._store.contains(self.digest, key, masks[i]):
+                    job.arrive(i)
 
     def _end(self, job: PendingJob) -> None:
         self._store.unpin(self._held.pop(job, ()))
@@ -181,7 +184,7 @@ class StoreWriter:
         items = [(job.keys[index[n]], slots[n], flight.masks[index[n]]) for n in written]
         unused: list[Reservation] = []
         try:
-            committed = dict(zip(written, self._store.commit(flight.digest, items), strict=True))
+            committed = dict(zip(written, self._store.commit(flight.digest, items, job.access), strict=True))
         except Exception as exc:  # a store that was closed, no memory: the job must end all the same
             engine_reporter.failed("store", f"{len(items)} written chunks could not be committed", exc)
             committed = dict.fromkeys(written, False)

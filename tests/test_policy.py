@@ -1,20 +1,21 @@
-"""What every policy promises, and the order of the least recently used against a list."""
+"""What every policy promises, beside what its model says (test_policy_models.py)."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections import Counter
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
-
-OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["insert", "touch", "pin", "unpin", "remove", "victims"]), st.integers(0, 9)), max_size=80
-)
+from kvxfer.errors import ConfigError
+from kvxfer.policy import POLICIES as BY_NAME
+from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy, S3FIFOPolicy, make_policy
+from kvxfer.policy.chains import LEAST_MISSING
+from kvxfer.policy.order import Order
 
 
 class Counted:
@@ -43,73 +44,12 @@ def itself(item: int) -> int:
     return item
 
 
-POLICIES: dict[str, Callable[[], CachePolicy[int]]] = {"lru": LRUPolicy, "arc": lambda: ARCPolicy(name_of=itself)}
-COUNTED: dict[str, Callable[[], CachePolicy[Counted]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
+POLICIES: dict[str, Callable[[], CachePolicy[int]]] = {
+    name: partial(make_policy, name, name_of=itself) for name in BY_NAME
+}
+COUNTED: dict[str, Callable[[], CachePolicy[Counted]]] = {name: partial(make_policy, name) for name in BY_NAME}
 policies = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 counted = pytest.mark.parametrize("make", COUNTED.values(), ids=COUNTED)
-
-
-@given(OPERATIONS)
-def test_lru_is_a_list_with_the_pinned_ones_taken_out(operations: list[tuple[str, int]]) -> None:
-    policy: LRUPolicy[int] = LRUPolicy()
-    order: list[int] = []
-    pinned: set[int] = set()
-    for operation, item in operations:
-        held = item in order
-        if operation == "insert" and not held and item not in pinned:
-            policy.insert(item)
-            order.append(item)
-        elif operation == "touch" and (held or item in pinned):
-            policy.touch(item)
-            order = [other for other in order if other != item] + [item] * held
-        elif operation == "pin" and held:
-            policy.pin(item)
-            order.remove(item)
-            pinned.add(item)
-        elif operation == "unpin" and item in pinned:
-            policy.unpin(item)
-            pinned.remove(item)
-            order.append(item)
-        elif operation == "remove" and (held or item in pinned):
-            policy.remove(item)
-            order = [other for other in order if other != item]
-            pinned.discard(item)
-        elif operation == "victims":
-            assert policy.victims(item) == order[:item]
-        assert len(policy) == len(order)
-    assert policy.victims(100) == order
-
-
-@policies
-@given(operations=OPERATIONS)
-def test_victims_are_held_entries_each_once(
-    make: Callable[[], CachePolicy[int]], operations: list[tuple[str, int]]
-) -> None:
-    policy, held, pinned = make(), set[int](), set[int]()
-    for operation, item in operations:
-        if operation == "insert" and item not in held | pinned:
-            policy.insert(item)
-            held.add(item)
-        elif operation == "touch" and item in held | pinned:
-            policy.touch(item)
-        elif operation == "pin" and item in held:
-            policy.pin(item)
-            held.remove(item)
-            pinned.add(item)
-        elif operation == "unpin" and item in pinned:
-            policy.unpin(item)
-            pinned.remove(item)
-            held.add(item)
-        elif operation == "remove" and item in held | pinned:
-            policy.remove(item)
-            held.discard(item)
-            pinned.discard(item)
-        elif operation == "victims":
-            everyone = policy.victims(100)
-            assert sorted(everyone) == sorted(held)
-            assert policy.victims(item) == everyone[:item], "asking changes nothing, and for fewer gives the first"
-        assert len(policy) == len(held)
-    assert sorted(policy.victims(100)) == sorted(held)
 
 
 @policies
@@ -121,14 +61,38 @@ def test_no_victims_are_none(make: Callable[[], CachePolicy[int]], n: int) -> No
 
 
 @policies
-def test_what_was_just_inserted_or_used_is_not_the_next_victim(make: Callable[[], CachePolicy[int]]) -> None:
+def test_what_was_used_is_not_the_next_victim(make: Callable[[], CachePolicy[int]]) -> None:
     policy = make()
     for item in range(10):
         policy.insert(item)
-    policy.touch(0)
+    for _ in range(2):  # S3-FIFO keeps what was used twice
+        policy.touch(0)
     policy.pin(1)
+    policy.touch(1)
+    policy.touch(1)
     policy.unpin(1)
     assert policy.victims(7) == [2, 3, 4, 5, 6, 7, 8]
+
+
+@policies
+def test_a_pin_alone_is_no_use(make: Callable[[], CachePolicy[int]]) -> None:
+    policy = make()
+    for item in range(10):
+        policy.insert(item)
+    before = policy.victims(10)
+    for item in (0, 3, 9, 3):
+        policy.pin(item)
+        policy.unpin(item)
+    assert policy.victims(10) == before
+
+
+def test_policies_are_made_by_their_names() -> None:
+    made: dict[str, type[Any]] = {name: type(make_policy(name)) for name in BY_NAME}
+    assert made == {"lru": LRUPolicy, "arc": ARCPolicy, "s3fifo": S3FIFOPolicy}
+    with pytest.raises(ConfigError, match=r"policy='fifo' must be one of \['arc', 'lru', 's3fifo'\]"):
+        make_policy("fifo")
+    with pytest.raises(ValueError, match="capacity=0"):
+        make_policy("s3fifo", capacity=0)
 
 
 @counted
@@ -166,3 +130,172 @@ def test_an_eviction_of_many_looks_at_each_as_often_as_an_eviction_of_few(
         return Counted.looks.total() / n
 
     assert looks(2000, 10) == looks(2000, 900) == looks(20_000, 10)
+
+
+# ---- chains
+
+
+Linked = Callable[[], CachePolicy[int]]
+
+
+def chained(make: Linked, *chains: Sequence[int]) -> CachePolicy[int]:
+    """A policy that knows these chains, of which beginnings may be shared."""
+    policy, known = make(), set[int]()
+    for chain in chains:
+        for item in [item for item in chain if item not in known]:
+            policy.insert(item)
+            known.add(item)
+        policy.chain(chain, chain)
+    return policy
+
+
+@policies
+def test_tails_leave_before_heads_whole_chains_after_each_other(make: Linked) -> None:
+    policy = chained(make, range(100), range(100, 200))
+    assert policy.victims(200) == [*range(99, -1, -1), *range(199, 99, -1)]
+    assert policy.victims(7) == [99, 98, 97, 96, 95, 94, 93]
+    assert policy.unreachable == 0
+
+
+@policies
+def test_a_suffix_that_is_stored_later_does_not_outlive_its_prefix(make: Linked) -> None:
+    policy = chained(make, range(5), range(100, 105))
+    for item in range(5):
+        policy.touch(item)
+    for item in range(5, 10):
+        policy.insert(item)
+        policy.link(item, item - 1)
+    gone: list[int] = []
+    while victims := policy.victims(3):
+        for victim in victims:
+            policy.remove(victim)
+        gone += victims
+        assert policy.unreachable == 0
+    assert [item for item in gone if item < 10] == list(range(9, -1, -1))
+
+
+@policies
+def test_a_shared_beginning_leaves_last(make: Linked) -> None:
+    policy = chained(make, [0, 1, 2, 10, 11], [0, 1, 2, 20], [0, 1, 30])
+    order = policy.victims(100)
+    assert sorted(order) == [0, 1, 2, 10, 11, 20, 30]
+    assert order[-2:] == [1, 0]
+    assert order.index(2) > max(order.index(10), order.index(20))
+
+
+@policies
+def test_what_a_pinned_one_follows_stays_and_is_not_looked_at_again(make: Linked) -> None:
+    policy = chained(make, range(50), [0, 1, 60, 61])
+    policy.pin(49)
+    assert policy.victims(100) == [61, 60]
+    policy.pin(61)
+    assert policy.victims(100) == []
+    assert policy.first() is None
+    policy.unpin(49)
+    assert policy.victims(100) == list(range(49, 1, -1))
+
+
+@counted
+def test_a_batch_visits_two_for_each_that_it_names_in_chains_too(make: Callable[[], CachePolicy[Counted]]) -> None:
+    policy = make()
+    items = [Counted(number) for number in range(4000)]
+    for start in range(0, 4000, 400):
+        for item in items[start : start + 400]:
+            policy.insert(item)
+        for parent, item in itertools.pairwise(items[start : start + 400]):
+            policy.link(item, parent)
+    for item in items[399:2000:400]:
+        policy.pin(item)  # the ends of the older half
+    Counted.looks.clear()
+    victims = policy.victims(600)
+    for item in victims:
+        policy.remove(item)
+    assert victims == [*items[2399:1999:-1], *items[2799:2599:-1]]
+    assert len(Counted.looks) <= 600 + 2, "beside these the ends of two chains that stay"
+
+
+@policies
+def test_chains_that_bite_their_tail_are_not_believed(make: Linked) -> None:
+    policy = chained(make, range(6))
+    policy.link(0, 5)
+    policy.link(3, 3)
+    policy.chain([4, 2, 5, 1, 0, 3, 0], [4, 2, 5, 1, 0, 3, 0])
+    assert policy.victims(10) == [5, 4, 3, 2, 1, 0]
+
+
+@policies
+def test_what_comes_back_makes_what_follows_it_reachable(make: Linked) -> None:
+    policy = chained(make, range(10), [4, 20, 21])
+    policy.remove(2)
+    policy.remove(7)
+    assert policy.unreachable == len([3, 4, 5, 6, 8, 9, 20, 21])
+    policy.insert(2)
+    assert policy.unreachable == 2
+    policy.insert(7)
+    assert policy.unreachable == 0
+    assert policy.victims(20)[-1] == 0
+
+
+@policies
+def test_a_gap_that_was_never_known_counts_too(make: Linked) -> None:
+    policy = make()
+    for item in (1, 2, 5, 6):
+        policy.insert(item)
+    policy.chain([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, None, None, 5, 6, None, None])
+    assert policy.unreachable == 2
+    assert policy.victims(10) == [6, 5, 2, 1]
+    policy.insert(4)
+    assert policy.unreachable == 3
+    policy.insert(3)
+    assert policy.unreachable == 0
+
+
+@policies
+def test_the_nearest_that_is_known_is_followed(make: Linked) -> None:
+    policy = make()
+    for item in range(6):
+        policy.insert(item)
+    assert policy.chain([0, 5], [0, 5])
+    assert not policy.chain([3, 5], [3, 5]), "which of 0 and 3 is nearer?"
+    assert policy.chain([0, 3], [0, 3])
+    assert policy.chain([3, 5], [3, 5]), "3 is, since it follows 0"
+    policy.remove(3)
+    assert policy.unreachable == 1
+
+
+@policies
+def test_what_is_remembered_of_the_missing_is_bounded(make: Linked) -> None:
+    policy = chained(make, range(10_000))
+    for item in range(9000):  # heads first, as another process may evict them
+        policy.remove(item)
+    chains = policy._chains  # type: ignore[attr-defined]
+    assert chains.missing <= max(LEAST_MISSING, 1000)
+    assert len(chains) <= 1000 + LEAST_MISSING
+    for item in range(9000, 10_000):
+        policy.remove(item)
+    assert (len(chains), chains.missing, policy.unreachable) == (0, 0, 0)
+
+
+@policies
+def test_what_comes_and_goes_leaves_nothing_behind(make: Linked) -> None:
+    policy = make()
+    rng, held = random.Random(2), dict[int, None]()
+    for number in range(4000):
+        if len(held) >= 50:
+            for victim in policy.victims(rng.randrange(1, 20)):
+                policy.remove(victim)
+                del held[victim]
+        policy.insert(number)
+        held[number] = None
+        if number % 7 and number - 1 in held:
+            policy.link(number, number - 1)
+        used = rng.choice(list(held))
+        policy.pin(used)
+        policy.touch(used)
+        policy.unpin(used)
+    chains = policy._chains  # type: ignore[attr-defined]
+    orders = [part for part in vars(policy).values() if isinstance(part, Order)]
+    assert sum(map(len, orders)) == len(held) == len(policy)
+    assert len(chains) <= len(held)
+    assert all(len(order._back) <= 2 * len(order._returned) + 65 for order in orders)
+    assert not policy._pinned  # type: ignore[attr-defined]

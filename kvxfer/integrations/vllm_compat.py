@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,7 @@ __all__ = [
     "is_cuda_platform",
     "job_result",
     "job_rows",
+    "key_positions",
     "logical_page",
     "max_model_len",
     "num_rows",
@@ -153,6 +154,12 @@ def prefix_order(keys: Sequence[bytes], req_context: Any, touched: Iterable[Coll
         find = {key: place for chain in touched for place, key in enumerate(chain)}.get
     found = [find(key) for key in keys]
     return sorted(range(len(keys)), key=lambda place: (found[place] is None, found[place] or 0))
+
+
+def key_positions(req_context: Any) -> Callable[[bytes], int | None] | None:
+    """Where in the request a key ends, as vLLM knows it; None: this vLLM does not, and keys are in prefix order."""
+    found: Callable[[bytes], int | None] | None = getattr(req_context, "get_offload_key_position", None)
+    return found
 
 
 def job_result(

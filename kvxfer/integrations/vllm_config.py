@@ -11,10 +11,8 @@ from typing import Any, Self
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm_deadline import MEASURED
-from kvxfer.integrations.vllm_journal import POLICIES
 
 _NOT_BUILT = {
-    "policy": ("s3fifo", "s3-fifo"),
     "durability": ("fsync", "sync", "full"),
 }
 _STORE_KEYS = frozenset(field.name for field in fields(StoreConfig)) - {"root"}
@@ -33,7 +31,6 @@ class TierConfig:
 
     stores: tuple[StoreConfig, ...]  # one for each root
     engine: EngineConfig
-    policy: str = "lru"  # lru | arc
     durability: str = "none"  # none: nothing is synced; what a crash of the machine took is a miss, never wrong bytes
     weights_fingerprint: str | None = None  # which weights; None: computed, where the model is a local directory
     deadline_s: float | None = None  # a load ends then with what has arrived
@@ -45,7 +42,7 @@ class TierConfig:
     locality: str | None = None  # LOCAL | None: what KV events say
 
     def __post_init__(self) -> None:
-        for name, allowed in (("policy", tuple(POLICIES)), ("durability", ("none",)), ("locality", ("LOCAL", None))):
+        for name, allowed in (("durability", ("none",)), ("locality", ("LOCAL", None))):
             value = getattr(self, name)
             if value in _NOT_BUILT.get(name, ()):
                 raise ConfigError(f"tier key {name}={value!r} is not built yet; allowed is {_list(allowed)}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
+from kvxfer.policy import CachePolicy, make_policy
 from kvxfer.store.entry import Entry
 
 
@@ -80,12 +80,9 @@ class Journal:
                 self._removed.append(entry.key)
 
 
-POLICIES: dict[str, Callable[[], CachePolicy[Entry]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
-
-
 def policies(name: str, journal: Journal) -> Callable[[], CachePolicy[Entry]]:
     """What makes a store's policies, by the key `policy`: each tells the journal."""
-    return lambda: WatchedPolicy(POLICIES[name](), journal)
+    return lambda: WatchedPolicy(make_policy(name), journal)
 
 
 class WatchedPolicy(CachePolicy[Entry]):
@@ -116,9 +113,26 @@ class WatchedPolicy(CachePolicy[Entry]):
         self._policy.remove(item)
         self._journal.removed(item)
 
+    def link(self, item: Entry, parent: Entry) -> None:
+        """As the policy."""
+        self._policy.link(item, parent)
+
+    def chain(self, names: Sequence[Hashable], items: Sequence[Entry | None]) -> bool:
+        """As the policy."""
+        return self._policy.chain(names, items)
+
+    @property
+    def unreachable(self) -> int:
+        """As the policy."""
+        return self._policy.unreachable
+
     def victims(self, n: int) -> list[Entry]:
         """As the policy."""
         return self._policy.victims(n)
+
+    def first(self) -> Entry | None:
+        """As the policy."""
+        return self._policy.first()
 
     def __len__(self) -> int:
         return len(self._policy)

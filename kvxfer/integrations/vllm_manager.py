@@ -31,7 +31,7 @@ from kvxfer.jobs import LOAD, STORE
 from kvxfer.layout import kvx1_slot
 from kvxfer.pace import Pace
 from kvxfer.report import engine_reporter
-from kvxfer.store import Store
+from kvxfer.store import Access, Store
 from kvxfer.tickets import NOWHERE, Place, Report, Ticket
 
 __all__ = ["KvxferManager", "SlotsSpec"]
@@ -67,7 +67,7 @@ class KvxferManager(OffloadingManager):
         self._store = Store.open(
             tier.store,
             writers=tier.engine.io_threads,
-            policy=policies(tier.policy, journal),
+            policy=policies(tier.store.policy, journal),
         )
         try:
             slot = kvx1_slot(setup.geometry, blocks_per_chunk=setup.blocks_per_chunk, alignment=self._store.alignment)
@@ -98,7 +98,7 @@ class KvxferManager(OffloadingManager):
         What failed to load is computed anew, and only so is it stored anew; what is there drops out.
         """
         self._live.add(req_context.req_id)
-        self._coordinator.begin(req_context.req_id)
+        self._coordinator.begin(req_context.req_id, Access(compat.key_positions(req_context)))
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -138,7 +138,7 @@ class KvxferManager(OffloadingManager):
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Counts as a use."""
         try:
-            self._coordinator.touch(keys)
+            self._coordinator.touch(keys, req_context.req_id)
         except Exception as exc:  # a use that is not counted
             _report("touch", exc)
 

@@ -34,7 +34,7 @@ class Roots:
     def __init__(
         self, config: TierConfig, namespace: Namespace, rows: NDArray[np.uint8], num_rows: int, journal: Journal
     ) -> None:
-        policy = policies(config.policy, journal)
+        policy = policies(config.store.policy, journal)
         names = config.engine.second_touch_names
         second_touch = SecondTouch(names) if names else None  # one for all roots
         self.stores: list[Store] = []

@@ -29,6 +29,7 @@ from kvxfer.integrations.vllm_reset import Reset
 from kvxfer.integrations.vllm_roots import Roots
 from kvxfer.keys import group_of
 from kvxfer.report import engine_reporter
+from kvxfer.store import Access
 
 __all__ = ["KvxferTier"]
 
@@ -137,6 +138,7 @@ class KvxferTier(SecondaryTierManager):
         self._journal.digests = self._roots.digests
         self._jobs: dict[int, _Job] = {}
         self._ready: list[Any] = []  # results that vLLM has not taken
+        self._accesses: dict[str, Access] = {}  # by request: what it does to a chunk is one use
         self._failed: dict[str, set[bytes]] = {}  # by request: keys that did not arrive; every request that is there
         self._reset = Reset(self._engine.reset)
         self._chains: dict[str, dict[bytes, Collection[bytes]]] = {}  # by request and group: what it touched last
@@ -158,6 +160,7 @@ class KvxferTier(SecondaryTierManager):
     def on_new_request(self, req_context: Any) -> Any:
         """Chunks of a request are stored as they come."""
         self._failed.setdefault(req_context.req_id, set())
+        self._accesses.setdefault(req_context.req_id, Access(compat.key_positions(req_context)))
         self._deadlines.came(req_context.req_id)
         return RequestOffloadingContext()
 
@@ -166,6 +169,7 @@ class KvxferTier(SecondaryTierManager):
         self._deadlines.left(req_context.req_id)
         self._chains.pop(req_context.req_id, None)
         self._old.discard(req_context.req_id)
+        self._accesses.pop(req_context.req_id, None)
         failed = self._failed.pop(req_context.req_id, None)
         if failed:
             self._journal.forget(failed.difference(*self._failed.values()))
@@ -198,7 +202,7 @@ class KvxferTier(SecondaryTierManager):
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Counts as a use."""
         try:
-            self._engine.touch(keys)
+            self._engine.touch(keys, self._accesses.get(req_context.req_id))
             if keys and req_context.req_id in self._failed:
                 self._chains.setdefault(req_context.req_id, {})[group_of(next(iter(keys)))] = keys
         except Exception as exc:  # a use that is not counted
@@ -227,13 +231,14 @@ class KvxferTier(SecondaryTierManager):
                 order = compat.prefix_order(job.keys, metadata.req_context, touched)
                 job, rows = replace(job, keys=tuple(job.keys[place] for place in order)), rows[order]
                 self._jobs[metadata.job_id] = job
+            access = self._accesses.get(job.request)
             if self._deadlines.measuring:
                 self._measure(job)
             if is_load:
                 deadline = self._deadlines.of(job.keys)
-                self._engine.submit_load(metadata.job_id, job.keys, rows, deadline=deadline, begin=False)
+                self._engine.submit_load(metadata.job_id, job.keys, rows, deadline=deadline, access=access, begin=False)
             else:
-                self._engine.submit_store(metadata.job_id, job.keys, rows, chain=job.request, begin=False)
+                self._engine.submit_store(metadata.job_id, job.keys, rows, access=access, begin=False)
         except Exception as exc:  # the job was accepted: it has its one result, a failed one
             _report("load" if is_load else "store", exc)
             self._finish(metadata.job_id, job, None)

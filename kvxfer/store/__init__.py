@@ -1,5 +1,6 @@
 """Where chunks live and who may use a slot: `Store`."""
 
+from kvxfer.store.access import Access
 from kvxfer.store.audit import Verification, verify_root
 from kvxfer.store.entry import Entry, Reservation
 from kvxfer.store.stats import StoreStats
@@ -7,6 +8,6 @@ from kvxfer.store.store import Store
 from kvxfer.store.survey import FINDINGS, Finding, Survey, survey_root
 
 __all__ = [
-    "FINDINGS", "Entry", "Finding", "Reservation", "Store", "StoreStats", "Survey", "Verification", "survey_root",
-    "verify_root",
+    "FINDINGS", "Access", "Entry", "Finding", "Reservation", "Store", "StoreStats", "Survey", "Verification",
+    "survey_root", "verify_root",
 ]  # fmt: skip

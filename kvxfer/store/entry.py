@@ -17,7 +17,7 @@ class Entry:
     """One chunk under its key. Compared by identity: a chunk stored again is another entry, with another generation."""
 
     __slots__ = (
-        "dead", "digest", "generation", "indexed", "key", "mask", "pins", "record", "slab", "slot", "tick",
+        "after", "dead", "digest", "generation", "indexed", "key", "mask", "pins", "record", "slab", "slot", "tick",
     )  # fmt: skip
 
     def __init__(self, digest: bytes, key: bytes, slab: SlabFile, slot: int, generation: int, mask: int) -> None:
@@ -31,6 +31,7 @@ class Entry:
         self.dead = False  # no lookup finds it any more; its slot is free once `indexed` and `pins` allow
         self.indexed = True  # the index names it
         self.tick = 0  # when it was used last, in the table's clock
+        self.after = b""  # the key that it is known to follow
         self.record = b""  # its kvx_chunk; made by the first pin, valid while pinned
 
     @property

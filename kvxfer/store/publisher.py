@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvxfer.slot import MAX_KEY_BYTES, SlotLayout
+from kvxfer.store.access import Access
 from kvxfer.store.entry import Entry, Reservation, SlotState
 from kvxfer.store.ledger import Ledger
 from kvxfer.store.records import IndexRecord, Put
@@ -18,7 +19,7 @@ class Publisher:
     def __init__(self, table: Table, ledger: Ledger, counts: Counts) -> None:
         self._table, self._ledger, self._counts = table, ledger, counts
 
-    def publish(self, digest: bytes, items: Sequence[tuple[bytes, Reservation, int]]) -> list[bool]:
+    def publish(self, digest: bytes, items: Sequence[tuple[bytes, Reservation, int]], access: Access) -> list[bool]:
         """One transaction for at most TRANSACTION chunks; which of them can be looked up now. With the root's lock."""
         layout = self._table.layouts.get(digest)
         planned: dict[bytes, tuple[Entry, Reservation]] = {}
@@ -44,7 +45,7 @@ class Publisher:
             puts[key] = Put(IndexRecord.of(entry), known.generation if known else 0)
         done = self._ledger.tell(list(puts.values()), committed=[one for _, one in planned.values()])
         if done:
-            self._counts.replacements += self._table.install(planned.values())
+            self._counts.replacements += self._table.install(planned.values(), access)
             self._counts.commits += len(planned)
         else:
             surplus += [reservation for _, reservation in planned.values()]

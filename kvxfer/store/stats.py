@@ -30,6 +30,7 @@ class StoreStats:
     entries: int
     max_entries: int  # what the index can name
     pinned_entries: int
+    unreachable_entries: int  # before which a chunk is known to be missing: no lookup gets to them
     reserved_slots: int
     quarantined_slots: int  # under a lost write
     free_slots: int  # in the slabs that exist
@@ -87,6 +88,7 @@ def gather(
         return StoreStats(
             capacity_bytes=config.capacity_bytes, disk_bytes=disk_bytes + index_bytes, live_bytes=table.live_bytes,
             entries=table.entries, max_entries=index.max_entries, pinned_entries=table.pinned,
+            unreachable_entries=table.unreachable,
             reserved_slots=table.reserved, quarantined_slots=table.quarantined,
             free_slots=sum(slab.free_slots for slab in slabs), slabs=len(slabs),
             slab_bytes=sum(slab.file_bytes for slab in slabs), index_bytes=index_bytes,

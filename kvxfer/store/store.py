@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,9 +33,10 @@ from kvxfer.config import StoreConfig
 from kvxfer.drive_writes import DriveWatch
 from kvxfer.errors import ConfigError, ForkError, FormatError, IOFault, StoreError
 from kvxfer.keys import Namespace
-from kvxfer.policy import LRUPolicy
+from kvxfer.policy import make_policy
 from kvxfer.report import reporter
 from kvxfer.slot import SlotLayout
+from kvxfer.store.access import Access
 from kvxfer.store.allocator import Allocator
 from kvxfer.store.assembly import Parts, assemble
 from kvxfer.store.budget import budget_of, check_burst, write_rate
@@ -90,7 +92,7 @@ class Store:
         config: StoreConfig,
         *,
         writers: int = 8,
-        policy: Policies = LRUPolicy,
+        policy: Policies | None = None,
         housekeeping: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> Store:
@@ -101,7 +103,7 @@ class Store:
         Args:
             config: where, and how much.
             writers: threads that will write at once: the engine's `io_threads`. As many slabs are filled side by side.
-            policy: makes the order of eviction for one slot layout.
+            policy: makes the order of eviction for one slot layout; None: as `config.policy` says.
             housekeeping: a thread calls `maintain` every REFRESH_S; False: the caller does.
             clock: seconds, for the write budget alone; tests give one of their own.
 
@@ -116,13 +118,14 @@ class Store:
         if type(writers) is not int or writers < 1:
             raise ConfigError(f"writers={writers!r} must be an integer of at least 1")
         rate = write_rate(config)  # before anything is made
+        policies = policy or partial(make_policy, config.policy)
         refuse_twice(config.root)
         lock, mode = lock_root(config)
         try:
             with lock.held(config.open_timeout_s):
                 others = lock.others()
                 lock.sit()
-                parts = assemble(config, lock, others, mode, writers, policy)
+                parts = assemble(config, lock, others, mode, writers, policies)
                 store = cls(config, parts, budget_of(config, rate, lambda: len(parts.follower.members), clock))
         except BaseException:
             lock.drop()
@@ -251,23 +254,26 @@ class Store:
         entry = self._table.find(digest, key)
         return entry is not None and (mask is None or entry.mask & mask == mask)
 
-    def pin(self, digest: bytes, keys: Iterable[bytes]) -> list[Entry | None]:
+    def pin(self, digest: bytes, keys: Iterable[bytes], access: Access | None = None) -> list[Entry | None]:
         """The entry of every key, None for those that are not stored. Each must be unpinned once.
 
-        While it is pinned an entry's slot keeps its bytes, and its `record` may be given to csrc.
+        While it is pinned an entry's slot keeps its bytes, and its `record` may be given to csrc. A use, of the request
+        whose `access` it is (who gives one has placed the keys in it); else the keys are taken to be in prefix order.
         """
         self._check()
-        return self._table.pin(digest, keys)
+        keys = list(keys)
+        return self._table.pin(digest, keys, Access().place(keys) if access is None else access)
 
     def unpin(self, entries: Iterable[Entry | None]) -> None:
-        """Gives pins back; each counts as a use."""
+        """Gives pins back. No use: that was the pin."""
         self._check(closed_ok=True)
         self._table.unpin(entries)
 
-    def touch(self, digest: bytes, keys: Iterable[bytes]) -> None:
-        """Counts as a use of those that are stored, without loading them."""
+    def touch(self, digest: bytes, keys: Iterable[bytes], access: Access | None = None) -> None:
+        """Counts as a use of those that are stored, without loading them. `access`: as for `pin`."""
         self._check()
-        self._table.touch(digest, keys)
+        keys = list(keys)
+        self._table.touch(digest, keys, Access().place(keys) if access is None else access)
 
     def invalidate(self, entry: Entry, reason: str) -> bool:
         """Takes out an entry whose bytes are not what they should be; False if it is out already.
@@ -322,11 +328,13 @@ class Store:
         self._counts.busy += 1
         reporter.warn("busy", f"the root's lock cannot be had: {exc}", error=exc)
 
-    def commit(self, digest: bytes, items: Sequence[tuple[bytes, Reservation, int]]) -> list[bool]:
+    def commit(
+        self, digest: bytes, items: Sequence[tuple[bytes, Reservation, int]], access: Access | None = None
+    ) -> list[bool]:
         """Publishes chunks that were written: (key, its reservation, mask of valid blocks).
 
         An entry under the key that lacks some of the blocks is replaced; one that has them all stays, and the new slot
-        is free again. Reservations are settled either way, but for quarantined ones.
+        is free again. Reservations are settled either way, but for quarantined ones. `access`: as for `pin`.
 
         Returns:
             For each item, whether its blocks can be looked up now.
@@ -335,10 +343,11 @@ class Store:
             StoreError: the store is closed; the reservations are settled all the same.
         """
         outcome: list[bool] = []
+        access = Access().place([key for key, _, _ in items]) if access is None else access
         try:
             with self._changing():
                 for start in range(0, len(items), TRANSACTION):
-                    outcome += self._publisher.publish(digest, items[start : start + TRANSACTION])
+                    outcome += self._publisher.publish(digest, items[start : start + TRANSACTION], access)
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
             self._counts.failed_commits += len(items) - len(outcome)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.policy import CachePolicy
 from kvxfer.slot import SlotLayout
+from kvxfer.store.access import Access
 from kvxfer.store.entry import Entry, Reservation, SlotState, pack_chunk
 from kvxfer.store.generations import Generations
 from kvxfer.store.leases import Leases
@@ -84,8 +85,8 @@ class Table:
         """The entry, also of a namespace that is not served. Takes no lock."""
         return self._all.get(digest, {}).get(key)
 
-    def pin(self, digest: bytes, keys: Iterable[bytes]) -> list[Entry | None]:
-        """Pins what is there: its slot keeps its bytes, and its slab stays open, until `unpin`."""
+    def pin(self, digest: bytes, keys: Iterable[bytes], access: Access) -> list[Entry | None]:
+        """Pins what is there: its slot keeps its bytes, and its slab stays open, until `unpin`. A use."""
         table = self.served.get(digest)
         if table is None:
             return [None for _ in keys]
@@ -93,6 +94,7 @@ class Table:
             found = [None if self._closed else table.get(key) for key in keys]
             for entry in found:
                 if entry is not None:
+                    self._use(entry, access, table)
                     self._pin(entry)
         return found
 
@@ -106,7 +108,7 @@ class Table:
             self.pinned += 1
 
     def unpin(self, entries: Iterable[Entry | None]) -> None:
-        """Gives pins back and counts as a use. Entries that died meanwhile give their slots back here."""
+        """Gives pins back. Entries that died meanwhile give their slots back here."""
         with self.lock:
             for entry in entries:
                 if entry is None or entry.pins == 0:
@@ -119,22 +121,39 @@ class Table:
                 if entry.dead:
                     self._free_if_unused(entry)
                 else:
-                    self._used(entry)
                     entry.slab.policy.unpin(entry)
         self.close_idle()
 
-    def touch(self, digest: bytes, keys: Iterable[bytes]) -> None:
-        """Counts as a use of what is there."""
+    def touch(self, digest: bytes, keys: Iterable[bytes], access: Access) -> None:
+        """A use of what is there."""
         table = self.served.get(digest)
         if table is None:
             return
         with self.lock:
             for key in keys:
                 if (entry := table.get(key)) is not None:
-                    self._used(entry)
-                    entry.slab.policy.touch(entry)
+                    self._use(entry, access, table)
 
-    def _used(self, entry: Entry) -> None:
+    def _use(self, entry: Entry, access: Access, table: dict[bytes, Entry]) -> None:
+        """Counts an access's first use of an entry, and learns what it follows."""
+        if access.use(entry.key):
+            self._tick_on(entry)
+            entry.slab.policy.touch(entry)
+        before = access.before(entry.key)
+        if before is not None and before != entry.after:
+            self._learn(entry, before, access, table)
+
+    def _learn(self, entry: Entry, before: bytes, access: Access, table: dict[bytes, Entry]) -> None:
+        """What an entry follows: the chunk before it, or over gaps one that is there."""
+        keys = [entry.key, before]
+        while keys[-1] not in table and (further := access.before(keys[-1])) is not None:
+            keys.append(further)
+        keys.reverse()
+        names = [(entry.digest, key) for key in keys]
+        if entry.slab.policy.chain(names, [table.get(key) for key in keys]):
+            entry.after = before
+
+    def _tick_on(self, entry: Entry) -> None:
         self._tick += 1
         entry.tick = entry.slab.last_used = self._tick
 
@@ -211,6 +230,11 @@ class Table:
             firsts = [slots.policy.first() for slots in self.classes.values()]
             coldest = min(filter(None, firsts), key=lambda victim: victim.tick, default=None)
             return None if coldest is None else coldest.slab.layout
+
+    @property
+    def unreachable(self) -> int:
+        """Entries before which a chunk is missing, of which it is known that they follow it. With the lock."""
+        return sum(slots.policy.unreachable for slots in self.classes.values())
 
     def next_victim_tick(self, layout: SlotLayout) -> int | None:
         """When the first victim of a class was used last; None if it has none."""
@@ -370,13 +394,13 @@ class Table:
     def _put(self, entry: Entry) -> None:
         self._all.setdefault(entry.digest, {})[entry.key] = entry
         entry.slab.entries[entry.slot] = entry
-        self._used(entry)
+        self._tick_on(entry)
         entry.slab.policy.insert(entry)
         self.entries += 1
         self.live_bytes += entry.slab.slot_bytes
 
-    def install(self, committed: Iterable[tuple[Entry, Reservation]]) -> int:
-        """Makes committed entries visible in the place of what had their keys; how many keys had something."""
+    def install(self, committed: Iterable[tuple[Entry, Reservation]], access: Access) -> int:
+        """Makes committed entries visible in the place of what had their keys; how many keys had something. A use."""
         replaced = 0
         with self.lock:
             for entry, reservation in committed:
@@ -387,6 +411,8 @@ class Table:
                     replaced += 1
                 self._settle_reservation(reservation, told=True)
                 self._put(entry)
+                access.use(entry.key)
+                self._use(entry, access, self._all[entry.digest])
                 if old is not None:
                     self._free_if_unused(old)
         return replaced

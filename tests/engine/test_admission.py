@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from kvxfer.admission import SecondTouch, WriteBudget
+from kvxfer.admission import SecondTouch
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.errors import ConfigError
-from kvxfer.intake import CHAINS, Intake
+from kvxfer.intake import Intake
 from kvxfer.jobs import LOAD, STORE, Status
 from kvxfer.keys import make_offload_key
 from kvxfer.observe import render_metrics
 from kvxfer.results import TransferResult
 from kvxfer.spread import SpreadEngine
-from kvxfer.store import Store
+from kvxfer.store import Access, Store
 from kvxfer.testing import FaultyIO, ManualClock
 from tests.engine.ranks_rig import Server
 from tests.engine.rig import GEOMETRY, Node, keys_of
@@ -162,21 +162,12 @@ def test_a_burst_that_holds_no_slot_is_refused(tmp_root: Path) -> None:
 def test_a_chain_that_was_cut_is_not_stored_behind_the_gap(tmp_root: Path) -> None:
     clock = ManualClock()
     with Node(tmp_root, MODEL, clock=clock, writes=budget(2, 1)) as node:
-        assert reasons(node.put(range(4), chain="a")) == {2: "budget", 3: "budget"}
+        one = Access()
+        assert reasons(node.put(range(4), access=one)) == {2: "budget", 3: "budget"}
         clock.advance(10)
-        assert reasons(node.put([4, 5], chain="a")) == {0: "budget", 1: "budget"}
-        assert node.put([1, 6], chain="a").bitmap.bits == 0b01, "what is there is there"
-        assert node.put([2, 3], chain="b").bitmap.all()
-
-
-def test_chains_that_were_cut_are_forgotten_in_time() -> None:
-    intake = Intake(
-        EngineConfig(), lambda: {"lost_writes": 0, "lost_calls": 0}, budget=WriteBudget(1, 1, ManualClock())
-    )
-    for chain in range(CHAINS + 1):
-        assert intake.sift([b"key"], 2, chain) == ([], {0: Status.BUDGET})
-    assert intake.verdict(STORE, 0, 1, 0) is None and intake.verdict(STORE, 0, 1, 1) is Status.BUDGET
-    assert intake.sift([b"key"], 2, None) == ([], {0: Status.BUDGET}) and intake.verdict(STORE, 0, 1, None) is None
+        assert reasons(node.put([4, 5], access=one)) == {0: "budget", 1: "budget"}
+        assert node.put([1, 6], access=one).bitmap.bits == 0b01, "what is there is there"
+        assert node.put([2, 3], access=Access()).bitmap.all()
 
 
 def test_drive_writes_per_day_of_a_given_drive(tmp_root: Path) -> None:
@@ -207,12 +198,13 @@ def test_a_queue_that_takes_too_long_takes_no_more(tmp_root: Path) -> None:
         assert takes(node)
         clock.advance(1)
         assert queue_s(node) == 10 and not takes(node)
-        late = node.put([0, 6, 7], chain="r")
+        request = Access()
+        late = node.put([0, 6, 7], access=request)
         assert (late.bitmap.bits, reasons(late)) == (0b001, {1: "backlog", 2: "backlog"})
         io.release()
         assert all(result.bitmap.all() for result in node.writer.wait([100, 101], 20).values())
         assert queue_s(node) == 0 and takes(node)
-        assert reasons(node.put([8], chain="r")) == {0: "backlog"}, "its chain has a gap"
+        assert reasons(node.put([8], access=request)) == {0: "backlog"}, "its chain has a gap"
         assert node.put([8]).bitmap.all()
         assert outcomes(node.writer, "store")["backlog"] == 3
         assert node.writer._intake.backlog._queued == 0
@@ -250,7 +242,8 @@ def test_nothing_stays_in_the_queue(tmp_root: Path, fault: str) -> None:
 def test_what_is_left_out_is_not_tried_again(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     with Node(tmp_root, MODEL, clock=clock, writes=budget(1)) as node, FaultyIO() as io:
-        assert reasons(node.put(range(4), chain="r")) == dict.fromkeys((1, 2, 3), "budget")
+        request = Access()
+        assert reasons(node.put(range(4), access=request)) == dict.fromkeys((1, 2, 3), "budget")
         calls = {op: io.calls(op) for op in ("pwrite", "open", "fallocate")}
         clock.advance(3600)
         for _ in range(50):  # steps of a server that offers nothing
@@ -259,7 +252,7 @@ def test_what_is_left_out_is_not_tried_again(tmp_root: Path, monkeypatch: pytest
         planned: list[Any] = []
         monkeypatch.setattr(node.writer._writer, "start", planned.append)
         for _ in range(50):  # and of one that offers it again
-            assert reasons(node.put(range(4), chain="r")) == dict.fromkeys((1, 2, 3), "budget")
+            assert reasons(node.put(range(4), access=request)) == dict.fromkeys((1, 2, 3), "budget")
         assert not planned and calls == {op: io.calls(op) for op in calls}
         assert outcomes(node.writer, "store") == {"stored": 1, "budget": 51 * 3, "present": 50}
 
@@ -309,6 +302,8 @@ def of(server: Server) -> Counter[str]:
 def test_ranks_obey_the_same(tmp_root: Path) -> None:
     clock = ManualClock()
     with Server(tmp_root, clock=clock, writes=budget(3, 1), second_touch_names=50) as server:
+        for owner in "abc":
+            server.coordinator.begin(owner)
         assert server.put(range(4), "a") == []
         assert server.put(range(6), "b") == keys_of(range(3))
         assert of(server) == {"not_admitted": 4 + 2, "stored": 3, "budget": 1}
@@ -323,6 +318,7 @@ def test_ranks_obey_the_same(tmp_root: Path) -> None:
 def test_ranks_that_lag_behind_get_no_more(tmp_root: Path) -> None:
     clock = ManualClock()
     with Server(tmp_root, clock=clock, max_queue_s=5.0) as server:
+        server.coordinator.begin("b")
         _, ticket = server.coordinator.store(keys_of(range(2)), "a")
         assert ticket is not None
         clock.advance(6)
@@ -330,6 +326,7 @@ def test_ranks_that_lag_behind_get_no_more(tmp_root: Path) -> None:
         assert of(server)["backlog"] == 2
         server.group.submit(ticket, [0, 1])
         server.settle()
+        assert server.coordinator._intake.backlog.bytes_per_s == 2 * SLOT / 6
         assert server.coordinator.store(keys_of([2]), "b") == ([], None), "its chain was cut"
         assert server.put(range(4), "c") == keys_of([2, 3])
         assert server.coordinator.metrics().value("kvxfer_store_queue_seconds") == 0

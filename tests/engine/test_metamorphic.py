@@ -159,33 +159,58 @@ def run(root: Path, steps: Sequence[Step], variant: Variant) -> Run:
 
 
 class Prompts:
-    """What a store of `slots` chunks has, as lists of chunk numbers, the least recently used first."""
+    """What a store of `slots` chunks has, as lists of chunk numbers, the least recently used first; a prompt's are a chain."""
 
     def __init__(self, slots: int, per_chunk: int) -> None:
         self.slots, self.per_chunk = slots, per_chunk
         self.order: list[int] = []
         self.stored: list[int] = []  # in the order of their storing, which is what a reopened root knows
         self.bad: dict[int, set[int]] = {}  # which bytes of a chunk are not what they were
+        self.linked: set[int] = set()  # chunks of which the store knows that they follow the one before them
+
+    def learn(self, numbers: list[int]) -> None:
+        """From a call about a prompt's first chunks: as far as there is one, those on the way to it included."""
+        last = max([n for n in numbers if n in self.order], default=-1)
+        self.linked.update(n for n in numbers[1:] if n <= last)
+
+    def followed(self, number: int) -> bool:
+        """Whether a later chunk of the prompt is there, and known to come after this one."""
+        after = number + 1
+        while after % BLOCKS and after in self.linked:
+            if after in self.order:
+                return True
+            after += 1
+        return False
+
+    def evict(self, count: int, held: list[int]) -> None:
+        """The least recently used of those that none follows, one at a time."""
+        for _ in range(count):
+            self.drop([n for n in self.order if n not in held and not self.followed(n)][:1])
 
     def drop(self, numbers: Iterable[int]) -> None:
         gone = set(numbers)
         self.order = [n for n in self.order if n not in gone]
         self.stored = [n for n in self.stored if n not in gone]
         self.bad = {n: places for n, places in self.bad.items() if n not in gone}
+        for n in sorted(self.linked, reverse=True):
+            if n not in self.order and not self.followed(n):
+                self.linked.remove(n)
 
     def store(self, numbers: list[int]) -> list[bool]:
         held = [n for n in numbers if n in self.order]
         new = [n for n in numbers if n not in held]
-        others = [n for n in self.order if n not in held]
-        self.drop(others[: max(0, len(self.order) + len(new) - self.slots)])
+        self.learn(numbers)
+        self.evict(len(self.order) + len(new) - self.slots, held)
         fit = new[: self.slots - len(self.order)]
-        self.order = [n for n in self.order if n not in held] + fit + held
+        self.order = [n for n in self.order if n not in held] + held + fit
         self.stored += fit
+        self.learn(numbers)
         return [n in self.order for n in numbers]
 
     def load(self, numbers: list[int]) -> list[bool]:
         found = [n for n in numbers if n in self.order]
         good = [n for n in found if not self.bad.get(n)]
+        self.learn(numbers)
         self.drop(n for n in found if self.bad.get(n))
         self.order = [n for n in self.order if n not in good] + good
         return [n in good for n in numbers]
@@ -196,7 +221,7 @@ class Prompts:
         for step in steps:
             numbers = [step.prompt * BLOCKS + i for i in range(max(1, step.count // self.per_chunk))]
             if step.what == "reopen":
-                self.order = list(self.stored)
+                self.order, self.linked = list(self.stored), set()
             elif step.what == "damage":
                 number = step.prompt * BLOCKS + step.block // self.per_chunk
                 if number in self.order:

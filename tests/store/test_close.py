@@ -18,7 +18,7 @@ import pytest
 from kvxfer import _native
 from kvxfer.errors import IOFault, StoreError
 from kvxfer.staging import AlignedBuffer
-from kvxfer.store import Entry, Store
+from kvxfer.store import Access, Entry, Store
 from kvxfer.store.slab import SlabFile
 from kvxfer.testing import FaultyIO
 from tests.store import rig
@@ -207,7 +207,7 @@ def test_a_pin_that_passed_the_check_before_a_close_finds_nothing(opened: Opened
     digest = store.register(rig.namespace(), rig.ROW)
     rig.put(store, digest, KEYS)
     store.close()
-    assert store._table.pin(digest, iter(KEYS)) == [None] * len(KEYS)
+    assert store._table.pin(digest, iter(KEYS), Access()) == [None] * len(KEYS)
     assert store.stats().pinned_entries == 0
 
 
