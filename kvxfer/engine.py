@@ -37,6 +37,7 @@ from kvxfer.writer import StoreWriter
 
 __all__ = ["TransferEngine", "TransferResult"]
 
+Keys = Sequence[bytes]
 TOUCHES = 1 << 12  # calls that wait
 WATCH_S = 0.1  # how long a thread sleeps at most when nothing wakes it
 # Pages of engines that left threads behind in calls: their memory must stay.
@@ -157,13 +158,7 @@ class TransferEngine:
         return self._intake.affords(self._slot.slot_bytes)
 
     def submit_store(
-        self,
-        job_id: int,
-        keys: Sequence[bytes],
-        block_ids: ArrayLike,
-        *,
-        access: Access | None = None,
-        begin: bool = True,
+        self, job_id: int, keys: Keys, block_ids: ArrayLike, *, access: Access | None = None, begin: bool = True
     ) -> None:
         """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
 
@@ -195,10 +190,7 @@ class TransferEngine:
                 self._runner.wake(direction)
 
     def touch(self, keys: Iterable[bytes], access: Access | None = None) -> None:
-        """Counts as a use of those that are stored, before the next store is planned. Of a flood the latest count.
-
-        Keys and `access` are as for `submit_store`.
-        """
+        """Counts as a use of those that are stored, before the next store is planned. Of a flood the latest count."""
         check_process(self._pid, "engine")
         keys = tuple(keys)
         self._touched.append((self.digest, keys, (access or Access()).place(keys)))

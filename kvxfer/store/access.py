@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvxfer.store.entry import Entry
 
 GROUP_BYTES = 4  # at the end of a key: its KV-cache group (keys.py)
 
@@ -43,28 +47,35 @@ class Access:
         if position is not None:
             places = {key: place for key in keys if (place := position(key)) is not None}
             keys = sorted(places, key=places.__getitem__)
-        before = self._before
-        previous: dict[bytes, bytes] = {}  # by group: the one before, in this call
-        for key in keys:
-            group = key[-GROUP_BYTES:]
-            at = previous.get(group)
-            if key not in before:
-                last = self._last.get(group)
-                if at is None and last is not None and self._is_later(key, last):
-                    at = last
-                before[key] = at
-                if last is None or last == at:
-                    self._last[group] = key
-            elif at is not None and at != key and before[key] == before[at]:
-                before[key] = at  # it came in between
-            previous[group] = key
+        groups: dict[bytes, list[bytes]] = {}
+        for key in dict.fromkeys(keys):
+            groups.setdefault(key[-GROUP_BYTES:], []).append(key)
+        for group, run in groups.items():
+            self._place(group, run)
         return self
 
-    def _is_later(self, key: bytes, last: bytes) -> bool:
+    def _place(self, group: bytes, run: list[bytes]) -> None:
+        before, last = self._before, self._last.get(group)
+        # The latest in this run that was placed before it, and of all the latest.
+        anchor = at = last if last is not None and self._goes_on(run, last) else None
+        for key in run:
+            if key in before:
+                if at != anchor and before[key] == anchor:
+                    before[key] = at  # what was not known came in between
+                anchor = key
+            else:
+                before[key] = at
+                if at == last:
+                    last = key
+            at = key
+        self._last[group] = last or run[-1]
+
+    def _goes_on(self, run: list[bytes], last: bytes) -> bool:
+        """Whether a run begins behind what was asked for before: nothing of it is known, as far as positions say."""
         if self._position is None:
-            return True
-        mine, theirs = self._position(key), self._position(last)
-        return mine is not None and theirs is not None and theirs < mine
+            return not any(key in self._before for key in run)
+        first, there = self._position(run[0]), self._position(last)
+        return run[0] not in self._before and first is not None and there is not None and there < first
 
     def before(self, key: bytes) -> bytes | None:
         """The key that this one follows in the request, as far as it is known."""
@@ -76,3 +87,18 @@ class Access:
             return False
         self._used.add(key)
         return True
+
+
+def learn(entry: Entry, access: Access, table: dict[bytes, Entry]) -> None:
+    """Tells an entry's policy what it follows in a request: the chunk before it, and over gaps one that is there.
+
+    Args:
+        table: the entries of its namespace.
+    """
+    keys = [entry.key]
+    while (before := access.before(keys[-1])) is not None and (len(keys) == 1 or keys[-1] not in table):
+        keys.append(before)
+    keys.reverse()
+    names = [(entry.digest, key) for key in keys]
+    if entry.slab.policy.chain(names, [table.get(key) for key in keys]):
+        entry.after = keys[-2]

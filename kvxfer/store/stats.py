@@ -88,7 +88,7 @@ def gather(
         return StoreStats(
             capacity_bytes=config.capacity_bytes, disk_bytes=disk_bytes + index_bytes, live_bytes=table.live_bytes,
             entries=table.entries, max_entries=index.max_entries, pinned_entries=table.pinned,
-            unreachable_entries=table.unreachable,
+            unreachable_entries=sum(slots.policy.unreachable for slots in table.classes.values()),
             reserved_slots=table.reserved, quarantined_slots=table.quarantined,
             free_slots=sum(slab.free_slots for slab in slabs), slabs=len(slabs),
             slab_bytes=sum(slab.file_bytes for slab in slabs), index_bytes=index_bytes,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.policy import CachePolicy
 from kvxfer.slot import SlotLayout
-from kvxfer.store.access import Access
+from kvxfer.store.access import Access, learn
 from kvxfer.store.entry import Entry, Reservation, SlotState, pack_chunk
 from kvxfer.store.generations import Generations
 from kvxfer.store.leases import Leases
@@ -139,19 +139,8 @@ class Table:
         if access.use(entry.key):
             self._tick_on(entry)
             entry.slab.policy.touch(entry)
-        before = access.before(entry.key)
-        if before is not None and before != entry.after:
-            self._learn(entry, before, access, table)
-
-    def _learn(self, entry: Entry, before: bytes, access: Access, table: dict[bytes, Entry]) -> None:
-        """What an entry follows: the chunk before it, or over gaps one that is there."""
-        keys = [entry.key, before]
-        while keys[-1] not in table and (further := access.before(keys[-1])) is not None:
-            keys.append(further)
-        keys.reverse()
-        names = [(entry.digest, key) for key in keys]
-        if entry.slab.policy.chain(names, [table.get(key) for key in keys]):
-            entry.after = before
+        if access.before(entry.key) not in (None, entry.after):
+            learn(entry, access, table)
 
     def _tick_on(self, entry: Entry) -> None:
         self._tick += 1
@@ -230,11 +219,6 @@ class Table:
             firsts = [slots.policy.first() for slots in self.classes.values()]
             coldest = min(filter(None, firsts), key=lambda victim: victim.tick, default=None)
             return None if coldest is None else coldest.slab.layout
-
-    @property
-    def unreachable(self) -> int:
-        """Entries before which a chunk is missing, of which it is known that they follow it. With the lock."""
-        return sum(slots.policy.unreachable for slots in self.classes.values())
 
     def next_victim_tick(self, layout: SlotLayout) -> int | None:
         """When the first victim of a class was used last; None if it has none."""

@@ -91,6 +91,10 @@ class Twice(LRUPolicy[Any]):
     def victims(self, n: int) -> list[Any]:
         return super().victims(1) * n
 
+    def remove(self, item: Any) -> None:
+        if item in self._named:
+            super().remove(item)
+
 
 class Short(LRUPolicy[Any]):
     def victims(self, n: int) -> list[Any]:

@@ -159,7 +159,7 @@ def run(root: Path, steps: Sequence[Step], variant: Variant) -> Run:
 
 
 class Prompts:
-    """What a store of `slots` chunks has, as lists of chunk numbers, the least recently used first; a prompt's are a chain."""
+    """What a store of `slots` chunks has: lists of numbers, the least recently used first. A prompt is a chain."""
 
     def __init__(self, slots: int, per_chunk: int) -> None:
         self.slots, self.per_chunk = slots, per_chunk

@@ -38,8 +38,7 @@ ROW = 64 << 10
         ({"root_dir": ["/a", 5]}, "root_dir=.'/a', 5. must be the path"),
         ({"root_dir": ["/a", "/b", "/b/../a"]}, "names a directory twice"),
         ({"root_dir": None}, "root_dir' is missing"),
-        ({"policy": "s3fifo"}, "policy='s3fifo' is not built yet"),
-        ({"policy": "mru"}, "policy='mru' must be 'lru' or 'arc'"),
+        ({"policy": "mru"}, "policy='mru' must be one of lru, arc, s3fifo"),
         ({"durability": "fsync"}, "durability='fsync' is not built yet"),
         ({"locality": "REMOTE"}, "locality='REMOTE' must be"),
         ({"deadline_s": 0}, "deadline_s=0 must be a positive number"),
@@ -246,7 +245,7 @@ def test_metrics_are_declared_and_add_up(tmp_root: Path, monkeypatch: pytest.Mon
 SMALL = {"capacity_bytes": 8 << 20, "slab_bytes": 1 << 20, "index_map_bytes": 1 << 20, "chunks": 200}
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
 def test_events_tell_what_is_there(tmp_root: Path, policy: str) -> None:
     """Whoever adds and takes away what the events say has what the store has."""
     there: set[bytes] = set()

@@ -1,0 +1,213 @@
+"""A request's uses of a chunk are one, through whichever calls it makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.coordinator import Coordinator
+from kvxfer.policy import POLICIES, LRUPolicy
+from kvxfer.policy.order import Order
+from kvxfer.store import Access, Store
+from kvxfer.tickets import Report, Settled, Ticket
+from tests.engine.rig import GEOMETRY, Node, keys_of
+from tests.oracle import Model
+from tests.store import rig
+
+MODEL = Model.random(GEOMETRY, 40)
+named = pytest.mark.parametrize("policy", POLICIES)
+
+
+def state_of(store: Store) -> list[Any]:
+    """What the policy knows: its orders, each the oldest first, and how often each entry was used."""
+    (policy,) = {id(slab.policy): slab.policy for slab in store._table.slabs()}.values()
+    policy = getattr(policy, "_policy", policy)  # a watched one
+    orders = [part for part in vars(policy).values() if isinstance(part, Order)]
+    numbers = [{**order._listed, **order._returned, **order._hidden} for order in orders]
+    uses = {entry.key: count for entry, count in getattr(policy, "_uses", {}).items()}
+    return [[[entry.key for entry in sorted(each, key=each.__getitem__)] for each in numbers], uses]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
+    """node(policy): a store of a prompt of 8 chunks and another one, each stored by a job of its own."""
+    with ExitStack() as stack:
+
+        def make(policy: str) -> Node:
+            made = stack.enter_context(Node(tmp_path / str(len(list(tmp_path.iterdir()))), MODEL, policy=policy))
+            assert made.put(range(8)).bitmap.all()
+            assert made.put(range(20, 28)).bitmap.all()
+            return made
+
+        yield make
+
+
+def touch(node: Node, access: Access | None) -> None:
+    """By the thread for stores, which has done it when a store after it has ended."""
+    node.writer.touch(keys_of(range(8)), access)
+
+
+@named
+def test_a_request_that_does_everything_leaves_what_one_touch_leaves(node: Callable[[str], Node], policy: str) -> None:
+    once, often = node(policy), node(policy)
+    touch(once, None)
+    assert once.put([30]).bitmap.all()
+
+    request = Access()
+    touch(often, request)
+    assert often.put([30]).bitmap.all()
+    for _ in range(3):
+        assert often.reader.lookup(keys_of(range(8))) == 8
+        often.poison()
+        assert often.get(range(8), access=request).bitmap.all()
+        assert often.put(range(8), access=request).bitmap.all()  # all of it is there
+        touch(often, request)
+    assert often.put(range(30, 31), access=Access()).bitmap.all()
+    once.writer.touch(keys_of([30]))
+    assert once.put([31]).bitmap.all()
+    assert often.put([31]).bitmap.all()
+    assert state_of(often.store) == state_of(once.store)
+
+
+@named
+def test_another_request_is_another_use(node: Callable[[str], Node], policy: str) -> None:
+    one, two = node(policy), node(policy)
+    for each, requests in ((one, 1), (two, 2)):
+        for _ in range(requests):
+            assert each.get(range(20, 28)).bitmap.all()
+            assert each.get(range(8)).bitmap.all()
+    assert (state_of(one.store) == state_of(two.store)) is (policy != "s3fifo"), "only a count can tell"
+
+
+@named
+def test_what_a_request_has_stored_it_has_used(node: Callable[[str], Node], policy: str) -> None:
+    stored, used = node(policy), node(policy)
+    request = Access()
+    assert stored.put(range(30, 34), access=request).bitmap.all()
+    assert used.put(range(30, 34)).bitmap.all()
+    before = state_of(stored.store)
+    assert before == state_of(used.store)
+    assert stored.get(range(30, 34), access=request).bitmap.all()
+    touch_all = keys_of(range(30, 34))
+    stored.store.touch(stored.digest, touch_all, request)
+    assert state_of(stored.store) == before
+
+
+@named
+def test_the_coordinators_calls_of_one_owner_are_one_use(tmp_path: Path, policy: str) -> None:
+    def coordinate(root: Path, request: Callable[[Coordinator, Store, list[bytes]], None]) -> list[Any]:
+        with Store.open(rig.config(root, policy=policy)) as store:
+            digest = store.register(rig.namespace(), rig.ROW)
+            names = [rig.key(3 * n) for n in range(8)]
+            assert all(rig.put(store, digest, names))
+            assert all(rig.put(store, digest, [rig.key(3 * n) for n in range(20, 28)]))
+            one = Coordinator(store, rig.namespace(), rig.ROW, ranks=1)
+            try:
+                request(one, store, names)
+                return state_of(store)
+            finally:
+                one.shutdown()
+
+    def everything(one: Coordinator, store: Store, names: list[bytes]) -> None:
+        one.begin("a")
+        for _ in range(2):
+            one.touch(names, "a")
+            assert all(one.lookup(name, "a") for name in names)
+            ticket = one.load(names, "a")
+            one.settle(_settled(ticket))
+            assert one.store(names, "a") == ([], None)
+        one.end("a")
+
+    touched = coordinate(tmp_path / "one", lambda one, store, names: one.touch(names))
+    assert coordinate(tmp_path / "all", everything) == touched
+
+
+def _settled(ticket: Ticket) -> Report:
+    return Report(settled={ticket.number: Settled(ranks=1)})
+
+
+def test_a_touch_without_a_request_is_one_by_itself(
+    node: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, touched = node("lru"), []
+    monkeypatch.setattr(LRUPolicy, "touch", lambda policy, entry: touched.append(entry.key))
+    keys = keys_of(range(4))
+    one.store.touch(one.digest, [*keys, *keys])
+    assert touched == keys
+    one.store.touch(one.digest, keys)
+    assert touched == 2 * keys
+
+
+# ---- the order of keys
+
+
+def before(access: Access, keys: list[bytes]) -> list[bytes | None]:
+    return [access.before(key) for key in keys]
+
+
+def key(number: int, group: int = 0) -> bytes:
+    return number.to_bytes(8, "big") + group.to_bytes(4, "big")
+
+
+def test_a_call_follows_what_was_asked_for_before() -> None:
+    k = [key(n) for n in range(10)]
+    access = Access().place(k[:4])
+    assert before(access, k[:5]) == [None, *k[:3], None]
+    access.place(k[4:6])
+    access.place(k[:2])  # again, from the start
+    access.place(k[6:8])
+    assert before(access, k[:9]) == [None, *k[:7], None]
+
+
+def test_groups_are_chains_by_themselves() -> None:
+    mixed = [key(n, group) for n in range(4) for group in (0, 1)]
+    access = Access().place(mixed)
+    assert before(access, mixed) == [None, None, *mixed[:-2]]
+
+
+def test_what_came_in_between_is_followed() -> None:
+    k = [key(n) for n in range(6)]
+    access = Access().place([k[0], k[4], k[5]])
+    assert before(access, k) == [None, None, None, None, k[0], k[4]]
+    access.place(k)
+    assert before(access, k) == [None, *k[:5]]
+
+
+def test_with_positions_keys_may_come_in_any_order() -> None:
+    k = [key(n) for n in range(8)]
+    places = {name: 64 * (n + 1) for n, name in enumerate(k[:7])}
+    access = Access(places.get).place([k[5], k[3], k[4], k[7]])
+    assert before(access, k) == [None, None, None, None, k[3], k[4], None, None]
+    access.place([k[1], k[0]])
+    access.place([k[6]])
+    assert before(access, k) == [None, k[0], None, None, k[3], k[4], k[5], None]
+
+
+def test_parts_of_a_request_in_several_stores_know_their_own_keys() -> None:
+    k = [key(n) for n in range(6)]
+    access = Access()
+    access.part(0).place(k[::2])
+    access.part(1).place(k[1::2])
+    access.part(0).place([])
+    assert before(access.part(0), k[::2]) == [None, k[0], k[2]]
+    assert before(access.part(1), k[1::2]) == [None, k[1], k[3]]
+    assert access.part(0).use(k[0]) and not access.part(0).use(k[0]) and access.part(1).use(k[0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=7), max_size=12), st.booleans())
+def test_whatever_is_asked_for_nothing_follows_itself(calls: list[list[int]], positions: bool) -> None:
+    access = Access((lambda name: int.from_bytes(name[:8], "big") // 2) if positions else None)
+    for numbers in calls:
+        access.place([key(n) for n in numbers])
+    for n in range(10):
+        at, steps = access.before(key(n)), 0
+        while at is not None:
+            at, steps = access.before(at), steps + 1
+            assert steps < 10
