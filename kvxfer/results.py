@@ -44,6 +44,7 @@ class PendingJob:
     block_ids: NDArray[np.int64]  # [num_keys, blocks_per_chunk]
     access: Access = field(default_factory=Access)  # of the request that it is part of, or its own; keys are placed
     after: Any = None  # what its runner's `mark` gave when it was accepted
+    queued_bytes: int = 0  # of a store: what it may still write
     started: float = field(default_factory=time.monotonic)
     native_ids: list[int] = field(default_factory=list)  # what was handed to the runner for it
     planned: threading.Event = field(default_factory=threading.Event)  # `native_ids` is complete
@@ -132,6 +133,17 @@ def block_table(block_ids: ArrayLike, num_keys: int, blocks_per_chunk: int, num_
     return ids
 
 
+def check_blocks(direction: int, block_ids: NDArray[np.int64], writable: bool) -> None:
+    """Raises LayoutError for a load of one block twice, or into pages that are not writable, and for a store of a chunk
+    without any block."""
+    if direction == LOAD:
+        refuse_repeated(block_ids)
+        if not writable:
+            raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
+    elif block_ids.size and block_ids.min() < 0 and (empty := (block_ids < 0).all(axis=1)).any():
+        raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
+
+
 def refuse_repeated(block_ids: NDArray[np.int64]) -> None:
     """Raises LayoutError where a load would write one block twice."""
     if block_ids.size <= _FEW:  # as a set: a sort gives the GIL away, and it may be long in coming back
@@ -155,11 +167,3 @@ def deadline_ns(deadline: float | None, tokens_per_s: float | None, num_tokens: 
         worth = time.monotonic() + num_tokens / tokens_per_s
         deadline = worth if deadline is None else min(deadline, worth)
     return 0 if deadline is None else max(1, nanoseconds(deadline))
-
-
-def check_blocks(ids: NDArray[np.int64], direction: int) -> None:
-    """Raises LayoutError for ids [num_keys, blocks_per_chunk] of a load that repeat, or a store's chunk without any."""
-    if direction == LOAD:
-        refuse_repeated(ids)
-    elif ids.size and ids.min() < 0 and (empty := (ids < 0).all(axis=1)).any():
-        raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")

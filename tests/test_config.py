@@ -46,6 +46,17 @@ def test_a_missing_root_is_named() -> None:
         ({"direct": "yes"}, "direct='yes' must be one of auto, on, off"),
         ({"index_map_bytes": 4096}, "index_map_bytes=4096 must be an integer of at least 1048576"),
         ({"index_map_bytes": (1 << 20) + 1}, "must be a multiple of 4096"),
+        ({"write_bytes_per_s": 0}, "write_bytes_per_s=0 must be a positive number, or left out"),
+        ({"write_bytes_per_s": float("inf")}, "write_bytes_per_s=inf must be a positive number"),
+        ({"write_bytes_per_s": True}, "write_bytes_per_s=True must be a positive number"),
+        ({"write_dwpd": -1}, "write_dwpd=-1 must be a positive number, or left out"),
+        ({"write_dwpd": "1"}, "write_dwpd='1' must be a positive number"),
+        ({"write_dwpd": 1, "write_bytes_per_s": 5}, "write_bytes_per_s=5 and write_dwpd=1: give one of them"),
+        ({"write_dwpd": 1, "drive_bytes": 0}, "drive_bytes=0 must be an integer of at least 1"),
+        ({"write_dwpd": 1, "write_burst_bytes": 0.5}, "write_burst_bytes=0.5 must be an integer of at least 1"),
+        ({"drive_bytes": 5}, "drive_bytes=5 is for write_dwpd, which is left out"),
+        ({"write_bytes_per_s": 5, "drive_bytes": 5}, "drive_bytes=5 is for write_dwpd"),
+        ({"write_burst_bytes": 5}, "write_burst_bytes=5 is for a budget: give write_bytes_per_s or write_dwpd"),
     ],
 )
 def test_store_values_that_cannot_work_are_named(changes: dict[str, Any], message: str) -> None:
@@ -72,6 +83,10 @@ def test_store_values_that_cannot_work_are_named(changes: dict[str, Any], messag
         ({"breaker_failures": -1}, "breaker_failures=-1 must be an integer of at least 0"),
         ({"breaker_probe_chunks": 0}, "breaker_probe_chunks=0 must be an integer of at least 1"),
         ({"breaker_cooldown_s": 0}, "breaker_cooldown_s=0 must be a number of seconds in 0.001..86400"),
+        ({"second_touch_names": -1}, "second_touch_names=-1 must be an integer of at least 0"),
+        ({"second_touch_names": 1e6}, "second_touch_names=1000000.0 must be an integer"),
+        ({"max_queue_s": 0}, "max_queue_s=0 must be a number of seconds in 0.001..86400"),
+        ({"max_queue_s": "5"}, "max_queue_s='5'"),
         ({"breaker_cooldown_s": 90}, "breaker_max_cooldown_s=60.0 must not be less than breaker_cooldown_s=90"),
     ],
 )

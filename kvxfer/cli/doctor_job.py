@@ -12,6 +12,7 @@ from kvxfer import probe
 from kvxfer.cli.doctor_calibration import calibration
 from kvxfer.cli.output import as_object
 from kvxfer.config import EngineConfig, StoreConfig, staging_buffer, staging_plan
+from kvxfer.drive_writes import DriveWatch, DriveWrites
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry import PRESETS
 from kvxfer.io.modes import NETWORK_FILESYSTEMS, PROBE_TIMEOUT_S, filesystem_type, probe_mode
@@ -124,6 +125,7 @@ class Directory:
     rung: dict[str, Any] | None = None  # ladder.Rung.as_json(): how a device's memory gets there; None: not tried
     root: dict[str, int] | None = None  # format, alignment and weight_epoch, if it is a root
     drive: Drive | None = None  # None: not looked for
+    writes: DriveWrites | None = None  # size of that drive, and what the kernel has written to it; None: as `drive`
     problem: str = ""  # why a store cannot use it
 
 
@@ -257,6 +259,7 @@ def _try(path: Path) -> Directory:
         free_bytes=room.f_bavail * room.f_frsize,
         free_inodes=room.f_favail if room.f_files else None,
         drive=drive_of(nearest),
+        writes=DriveWatch(nearest).look(),
     )
     if not nearest.is_dir():
         return replace(found, problem=f"{nearest} is no directory")

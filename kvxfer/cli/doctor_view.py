@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from kvxfer.admission import dwpd_to_bytes_per_s
 from kvxfer.cli.doctor_calibration import lines
 from kvxfer.cli.output import clean, screen, size
 
 if TYPE_CHECKING:
     from kvxfer.cli.doctor_job import Directory, Memory, Report
+    from kvxfer.drive_writes import DriveWrites
     from kvxfer.nvml import Gpu
     from kvxfer.topology import Drive
 
@@ -104,6 +106,20 @@ def _drive(drive: Drive) -> str:
     return ", ".join(parts) + (f" ({drive.why})" if drive.why else "")
 
 
+def _writes(writes: DriveWrites) -> list[str]:
+    """A line for each drive: what it has taken, and what a budget of a drive-write-per-day would be."""
+    lines = [
+        f"{disk}: {size(nbytes)}, write_dwpd=1 is {dwpd_to_bytes_per_s(1, nbytes) / 1e6:.1f} MB/s"
+        for disk, nbytes in writes.sizes.items()
+    ]
+    lines += [
+        f"{disk}: the kernel wrote {size(nbytes)} to it since the system started, for everybody; what it writes inside "
+        "is not known (NVMe's SMART log needs root)"
+        for disk, nbytes in writes.written.items()
+    ]
+    return lines if lines else [f"no bytes written are known, nor a size for write_dwpd: {writes.why}"]
+
+
 def _show_directory(console: Console, place: Directory) -> None:
     kind = place.filesystem + (", a network's" if place.network else "")
     _line(console, FAILS if place.problem else WORKS, clean(place.path), place.problem or f"{place.io_mode} on {kind}")
@@ -121,6 +137,9 @@ def _show_directory(console: Console, place: Directory) -> None:
         _more(console, f"{size(place.free_bytes)} and {inodes} inodes free")
     if place.drive is not None:
         _more(console, _drive(place.drive))
+    if place.writes is not None:
+        for line in _writes(place.writes):
+            _more(console, line)
     if place.root is not None:
         said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in place.root.items())
         _more(console, f"a kvxfer root: {said}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvxfer.drive_writes import DRIVE_WRITTEN
 from kvxfer.integrations import vllm_compat as compat
 from kvxfer.metrics import Kind, Series, Value
 from kvxfer.observe import SERIES, Metrics
@@ -14,7 +15,7 @@ _KINDS = {Kind.COUNTER: compat.OffloadingCounterMetadata, Kind.GAUGE: compat.Off
 
 def definitions() -> dict[str, Any]:
     """Every series, as vLLM wants them declared."""
-    return {PREFIX + series.name: _declared(series) for series in SERIES}
+    return {PREFIX + series.name: _declared(series) for series in (*SERIES, DRIVE_WRITTEN)}
 
 
 def _declared(series: Series) -> Any:
@@ -53,6 +54,8 @@ class Told:
             values = metrics.engine if (series.name, next(series.label_values)) in metrics.engine else metrics.store
             for labels in series.label_values:
                 self._tell(stats, series, labels, values[series.name, labels])
+        for (_, labels), value in metrics.drives.items():
+            self._tell(stats, DRIVE_WRITTEN, labels, value)
         return None if stats.is_empty() else stats
 
     def _tell(self, stats: Any, series: Series, labels: tuple[str, ...], value: Value) -> None:

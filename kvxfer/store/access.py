@@ -27,7 +27,7 @@ class Access:
             which it does not know it (None) follow nothing.
     """
 
-    __slots__ = ("_before", "_last", "_parts", "_position", "_used")
+    __slots__ = ("_before", "_last", "_parts", "_position", "_used", "cut")
 
     def __init__(self, position: Callable[[bytes], int | None] | None = None) -> None:
         self._position = position
@@ -35,6 +35,7 @@ class Access:
         self._last: dict[bytes, bytes] = {}  # by group: the one that is followed by none yet
         self._used: set[bytes] = set()
         self._parts: dict[int, Access] = {}
+        self.cut: int | None = None  # why some of its chunks were left out, so that later ones would be behind a gap
 
     def part(self, number: int) -> Access:
         """The same request's in one of several stores, of which each has some of its chunks."""

@@ -76,11 +76,14 @@ class Server:
         blocks_per_chunk: int = 1,
         capacity_bytes: int = 64 << 20,
         clock: Callable[[], float] = time.monotonic,
+        writes: dict[str, Any] | None = None,
         **config: Any,
     ) -> None:
+        """`writes`: of the store's configuration, what bounds them."""
         self.layout, self.model = layout, model
         self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0, "bay_bytes": 1 << 20} | config))
-        self.store = Store.open(StoreConfig(root=root, capacity_bytes=capacity_bytes), writers=2)
+        limits = StoreConfig(root=root, capacity_bytes=capacity_bytes, **(writes or {}))
+        self.store = Store.open(limits, writers=2, clock=clock)
         pages = ranks(model, layout, tp_size, blocks_per_chunk, filled=filled)
         self.published: list[bytes] = []
         self.parts: list[Settled] = []  # of the last ticket, by rank

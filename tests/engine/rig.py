@@ -62,14 +62,16 @@ class Node:
         blocks_per_chunk: int = 1,
         namespace: Namespace | None = None,
         clock: Callable[[], float] = time.monotonic,
+        writes: dict[str, Any] | None = None,
         **config: Any,
     ) -> None:
+        """`writes`: of the store's configuration, what bounds them."""
         self.model = model
         self.namespace = namespace or namespace_of(blocks_per_chunk=blocks_per_chunk)
         self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0, "bay_bytes": 1 << 20} | config))
+        limits: dict[str, Any] = {"capacity_bytes": capacity_bytes, "slab_bytes": slab_bytes, "direct": direct}
         self.store = Store.open(
-            StoreConfig(root=root, capacity_bytes=capacity_bytes, slab_bytes=slab_bytes, direct=direct, policy=policy),
-            writers=2,
+            StoreConfig(root=root, policy=policy, **limits, **(writes or {})), writers=2, clock=clock
         )
         self.source = ranks(model, "nhd", 2, blocks_per_chunk, filled=True)
         self.target = ranks(model, "hnd", 4, blocks_per_chunk, filled=False)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvxfer.drive_writes import DRIVE_WRITTEN
 from kvxfer.errors import ConfigError, IOFault, KvxferError
 from kvxfer.integrations.vllm_namespace import fingerprint_of
 from kvxfer.observe import SERIES
@@ -211,7 +212,10 @@ def test_metrics_are_declared_and_add_up(tmp_root: Path, monkeypatch: pytest.Mon
         assert rig.tier.has_pending_work()  # vLLM takes a first step, and asks with it
         rig.step()
         assert not rig.tier.has_pending_work()
-        assert take() == set(declared)  # at zero, from the start
+        drive = f"vllm:{DRIVE_WRITTEN.name}"  # of the machine, since it started; told where the system tells it
+        assert take() | {drive} == set(declared)  # at zero, from the start
+        told = {labels: total.pop((drive, labels)) for name, labels in list(total) if name == drive}
+        assert set(told) == {(disk,) for disk in rig.tier._store.drives.look().written}
         assert set(total) == {(f"vllm:{one.name}", labels) for one in SERIES for labels in one.label_values}
         assert not any(value for (name, _), value in total.items() if name.endswith(("_total", "_load_seconds")))
         assert rig.tier.get_stats() is None  # not with every step
