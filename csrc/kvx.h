@@ -95,6 +95,7 @@ KVX_API int64_t kvx_sys_pwrite(int fd, const void *buf, uint64_t n, uint64_t off
 KVX_API int kvx_sys_fallocate(int fd, uint64_t length);
 KVX_API int kvx_sys_ftruncate(int fd, uint64_t length);
 KVX_API int kvx_sys_fsync(int fd);
+KVX_API int kvx_sys_fdatasync(int fd); /* counted as KVX_OP_FSYNC */
 KVX_API int64_t kvx_sys_size(int fd);
 KVX_API int kvx_sys_unlink(const char *path);
 KVX_API int kvx_sys_rename(const char *from, const char *to);

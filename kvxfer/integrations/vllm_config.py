@@ -15,7 +15,6 @@ from kvxfer.integrations.vllm_journal import POLICIES
 
 _NOT_BUILT = {
     "policy": ("s3fifo", "s3-fifo"),
-    "durability": ("fsync", "sync", "full"),
 }
 _STORE_KEYS = frozenset(field.name for field in fields(StoreConfig)) - {"root"}
 _ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
@@ -34,7 +33,6 @@ class TierConfig:
     stores: tuple[StoreConfig, ...]  # one for each root
     engine: EngineConfig
     policy: str = "lru"  # lru | arc
-    durability: str = "none"  # none: nothing is synced; what a crash of the machine took is a miss, never wrong bytes
     weights_fingerprint: str | None = None  # which weights; None: computed, where the model is a local directory
     deadline_s: float | None = None  # a load ends then with what has arrived
     recompute_tokens_per_s: float | str | None = None  # and no later than recomputing its tokens would; or "measured"
@@ -45,7 +43,7 @@ class TierConfig:
     locality: str | None = None  # LOCAL | None: what KV events say
 
     def __post_init__(self) -> None:
-        for name, allowed in (("policy", tuple(POLICIES)), ("durability", ("none",)), ("locality", ("LOCAL", None))):
+        for name, allowed in (("policy", tuple(POLICIES)), ("locality", ("LOCAL", None))):
             value = getattr(self, name)
             if value in _NOT_BUILT.get(name, ()):
                 raise ConfigError(f"tier key {name}={value!r} is not built yet; allowed is {_list(allowed)}")

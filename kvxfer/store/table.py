@@ -254,6 +254,11 @@ class Table:
                     self._free(reservation.slab, reservation.slot)
         self.close_idle()
 
+    def doubt(self, slab: SlabFile) -> None:
+        """A flush of this slab failed: nothing of what this process has taken in it can be committed durably."""
+        with self.lock:
+            slab.doubted.update(slab.owners.values())
+
     def quarantine(self, reservation: Reservation) -> None:
         """Keeps a slot from everybody until it is released."""
         with self.lock:
@@ -271,6 +276,7 @@ class Table:
         slab = reservation.slab
         if slab.owners.get(reservation.slot) == reservation.generation:
             del slab.owners[reservation.slot]
+            slab.doubted.discard(reservation.generation)
         self._let_go(slab)
         self.leases.settle(reservation, told)
 

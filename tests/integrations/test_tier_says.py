@@ -39,7 +39,7 @@ ROW = 64 << 10
         ({"root_dir": None}, "root_dir' is missing"),
         ({"policy": "s3fifo"}, "policy='s3fifo' is not built yet"),
         ({"policy": "mru"}, "policy='mru' must be 'lru' or 'arc'"),
-        ({"durability": "fsync"}, "durability='fsync' is not built yet"),
+        ({"durability": "fsync"}, "durability='fsync' must be one of none, process, power"),
         ({"locality": "REMOTE"}, "locality='REMOTE' must be"),
         ({"deadline_s": 0}, "deadline_s=0 must be a positive number"),
         ({"recompute_tokens_per_s": "fast"}, "recompute_tokens_per_s='fast'"),
