@@ -289,7 +289,9 @@ int faulty_open(const char *path, int flags, int mode) {
   return plain(KVX_OP_OPEN, [&] { return libc_open(path, flags, mode); });
 }
 int faulty_close(int fd) {
-  return plain(KVX_OP_CLOSE, [&] { return libc_close(fd); });
+  const Verdict verdict = decide(KVX_OP_CLOSE, false, 0, 0);
+  if (verdict.fault.action == KVX_FAULT_ERRNO) libc_close(fd);  // Linux closes it, whatever it answers
+  return faulty(verdict, [&](uint64_t) { return libc_close(fd); });
 }
 int64_t faulty_pread(int fd, void *buf, uint64_t n, uint64_t offset) {
   const Verdict verdict = decide(KVX_OP_PREAD, true, offset, n);

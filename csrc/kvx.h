@@ -62,7 +62,7 @@ enum kvx_op {
  * meets [offset_lo, offset_hi). Of the matching calls the first `after` pass, the next `times` (0: all
  * that follow) are hit. Rules are tried in the order they were added; the first that hits decides. */
 enum kvx_fault_action {
-  KVX_FAULT_ERRNO = 1,       /* arg: errno; nothing is done */
+  KVX_FAULT_ERRNO = 1,       /* arg: errno; nothing is done (but a descriptor is closed) */
   KVX_FAULT_SHORT = 2,       /* arg: bytes; at most so many are transferred by the call (0: end of file) */
   KVX_FAULT_DELAY = 3,       /* arg: milliseconds, then the call is made */
   KVX_FAULT_HANG = 4,        /* blocks until kvx_fault_release(), then the call is made */

@@ -140,7 +140,7 @@ class Disk:
         found: dict[str, bytes | None] = {}
         contents: dict[int, bytes] = {}
         for name in sorted(names):
-            if (parent := os.path.dirname(name)) in self.now and parent not in names:
+            if (parent := os.path.dirname(name)) in self.now and parent not in found:
                 continue  # its directory is gone, and everything in it
             if (file := names[name]) is None:
                 found[name] = None

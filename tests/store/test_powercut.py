@@ -162,7 +162,7 @@ def test_a_scan_finds_what_the_device_has_and_none_does_not_look(recorded: Recor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("durability", ["power", "process", "none"])
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=60, deadline=None, database=None)
 @given(**CUTS)
 def test_many_more_cuts(recorded: Recorded, durability: str, where: float, seed: int, share: float) -> None:
     check_cut(recorded, durability, where, seed, share)
