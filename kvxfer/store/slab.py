@@ -24,7 +24,6 @@ from kvxfer.io.system import (
     sys_close,
     sys_fallocate,
     sys_fdatasync,
-    sys_fsync,
     sys_ftruncate,
     sys_open,
     sys_rename,
@@ -171,7 +170,7 @@ class SlabFile:
     ) -> SlabFile:
         """A new slab, all of it preallocated, or (sparse) its header alone. It appears under its name when it is whole.
 
-        Durable: after a power cut it is there, with its size and its header.
+        Durable: its name outlives a power cut, and with the first `flush` its size and its header.
 
         Raises:
             IOFault: a call failed (ENOSPC: no room for it); nothing is left behind.
@@ -191,8 +190,6 @@ class SlabFile:
             page = AlignedBuffer(layout.alignment, layout.alignment)
             page.array[:] = np.frombuffer(pack_header(slab_id, layout, num_slots), dtype=np.uint8)
             file.write(page.array)
-            if durable:
-                sys_fsync(file.fd, temporary)
             sys_rename(temporary, path)
             if durable:
                 undo.callback(try_unlink, path)
