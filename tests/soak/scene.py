@@ -11,9 +11,8 @@ from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.engine import TransferEngine
 from kvxfer.errors import KvxferError
-from kvxfer.store import Store
+from kvxfer.store import Store, members, room
 from kvxfer.store import index as index_module
-from kvxfer.store import members, room
 from tests.engine.rig import GEOMETRY, expect, keys_of, namespace_of, ranks
 from tests.oracle import POISON, Model
 

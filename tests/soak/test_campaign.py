@@ -39,8 +39,6 @@ def test_a_call_of_every_operation_fails_and_nothing_is_wrong_or_left(tmp_path: 
     assert not any(tmp_path.iterdir())
 
 
-
-
 @pytest.mark.slow
 def test_twelve_of_each(tmp_path: Path) -> None:
     status, text = run("--each", 12, "--dir", tmp_path)

@@ -114,7 +114,9 @@ def check_cut(recorded: Recorded, durability: str, where: float, seed: int, shar
             return set(), None
     if durability == "power":
         lost = promised(calls, cut) - hits
-        assert not lost, f"cut {cut} of {len(calls)}, {doing(calls, cut)}: lost {sorted(lost)}, {stats.rebuild_reason!r}"
+        assert not lost, (
+            f"cut {cut} of {len(calls)}, {doing(calls, cut)}: lost {sorted(lost)}, {stats.rebuild_reason!r}"
+        )
         if doing(calls, cut) in ("put", "invalidate", "end"):
             assert stats.rebuilds == 0, stats.rebuild_reason
     return hits, stats
