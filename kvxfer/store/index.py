@@ -428,7 +428,7 @@ class Index:
                     for row in batch:
                         txn.put(*item(row))
             sys_rename(self.directory / (DATA + TEMPORARY), self.directory / DATA)
-            if self._synced:
+            if self._synced:  # or "synced" could come to stand beside the old one
                 sync_directory(self.directory)
             self._follow_own()
         except (lmdb.Error, OSError) as exc:

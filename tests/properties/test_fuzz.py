@@ -284,7 +284,7 @@ def test_any_words_end_with_an_exit_code_and_no_traceback(
     known = words_of(app)
     names = [name for name in known if not name.startswith("-")]
     value = (
-        st.sampled_from(["", ".", "nowhere", "-", "--", "0", "-1", "1e999", "nan", "9" * 30, "1G", "a=b", "\0", "é\udc80"])
+        st.sampled_from(["", ".", "nowhere", "-", "--", "0", "-1", "1e999", "nan", "9" * 30, "1G", "\0", "é\udc80"])
         | st.just(str(filled[0])) | st.text(st.characters(exclude_characters="/"), max_size=5)
     )  # fmt: skip
     words = [data.draw(st.sampled_from(names))]

@@ -1,7 +1,7 @@
 """`make soak`: the campaign and the storm, by turns, for SOAK_SECONDS; exit status 1 on any loss.
 
-A quarter of the time is the campaign's, the rest the storm's. The seed that is printed gives the same choices again; which
-process is where when it is struck is the machine's.
+A quarter of the time is the campaign's, the rest the storm's. The seed that is printed gives the same choices again;
+which process is where when it is struck is the machine's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.native.shims import compiled, preloaded
 from tests.soak.storm import Storm
 
 ROUND_S = 40.0
@@ -24,7 +25,7 @@ def campaign(seconds: float, seed: int, place: str) -> tuple[bool, str]:
     """A campaign of random cases in a process without threads; whether it found nothing, and what it says."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.soak.campaign", "--seconds", str(seconds), "--seed", str(seed), "--dir", place],
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, env=os.environ | preloaded(compiled("lmdb", Path(place))),
     )  # fmt: skip
     return done.returncode == 0, (done.stdout + done.stderr).rstrip()
 

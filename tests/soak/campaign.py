@@ -1,14 +1,18 @@
-"""Every call of a scene fails once, in every way: python -m tests.soak.campaign [--each N] [--seconds S] [--seed N].
+"""Every call of a scene fails once, in every way: python -m tests.soak.campaign [--each N] [--op OP] [--seconds S].
 
 The first play counts the calls of every operation that libkvx's table has (whatever operations those are). Then, for
 the n-th call of each and for each fault that can be there, the scene is played in a process of its own with exactly
 that call failing: delayed, cut short, changed on the way, answered with an errno, or the last thing that the process
 did. After each, a fresh process opens the root without faults. Exit status 1: something was lost, hung or left behind.
+
+LMDB's own calls on its file do not go through that table: where tests/native/preload_lmdb.c is preloaded, they are
+failed by it (`lmdb write`, `lmdb sync`, `lmdb truncate`).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import errno
 import os
 import random
@@ -31,11 +35,42 @@ HANG_S = 100.0  # for one play: only ever reached by a defect
 _MANY = 1 << 20
 
 
+LMDB = ("write", "sync", "truncate")
+
+
+class LmdbRule:
+    """One call of LMDB's that fails, by way of the library that is preloaded."""
+
+    def __init__(self, op: str, action: str, n: int) -> None:
+        os.environ.pop("KVX_LMDB_ARMED", None)
+        os.environ["KVX_LMDB_FAULT"] = f"{op.removeprefix('lmdb ')}:{action}:{n + 1}"
+        os.environ["KVX_LMDB_FAULT_LIMIT"] = "1"
+
+    @staticmethod
+    def _read(name: str) -> int:
+        return ctypes.c_long.in_dll(ctypes.CDLL(None), name).value
+
+    @property
+    def hits(self) -> int:
+        """Calls that it has hit."""
+        return self._read("kvx_lmdb_hits")
+
+    @classmethod
+    def calls(cls) -> int:
+        """Calls of the operation that a rule is for."""
+        return cls._read("kvx_lmdb_calls")
+
+    @staticmethod
+    def is_there() -> bool:
+        """Whether the library is preloaded."""
+        return hasattr(ctypes.CDLL(None), "kvx_lmdb_calls")
+
+
 class Fault(NamedTuple):
     """One way to fail."""
 
     name: str
-    arm: Callable[[FaultyIO, str, int], Rule]  # (faults, operation, how many calls pass before)
+    arm: Callable[[FaultyIO, str, int], Rule | LmdbRule]  # (faults, operation, how many calls pass before)
     kills: bool = False
     lies: bool = False  # a read that says what is not so: chunks may be lost by it, never believed
 
@@ -61,6 +96,24 @@ FAULTS = (
     Fault("flip", lambda io, op, n: io.flip(100, after=n, times=1), lies=True),
     _short(1),
 )
+
+
+def _lmdb(name: str, action: object) -> Fault:
+    kills = name.startswith("kill")
+    return Fault(f"lmdb {name}", lambda io, op, n: LmdbRule(op, str(action), n), kills=kills)
+
+
+LMDB_FAULTS = (
+    _lmdb("EIO", errno.EIO), _lmdb("kill half", "kill-half"), _lmdb("ENOSPC", errno.ENOSPC),
+    _lmdb("kill before", "kill-before"), _lmdb("kill after", "kill-after"),
+)  # fmt: skip
+
+
+def faults_of(op: str) -> list[Fault]:
+    """Those that libkvx, or the preloaded library, knows of such a call."""
+    if op.startswith("lmdb"):
+        return [*LMDB_FAULTS]
+    return [fault for fault in FAULTS if applies(fault, op)]
 
 
 def applies(fault: Fault, op: str) -> bool:
@@ -151,7 +204,21 @@ class Campaign:
         assert all(told for told in _numbers(done.text)), "without faults everything is stored"
         self._clear()
         lines = [line.split() for line in done.text.splitlines() if line.startswith("calls")]
-        return {op: int(n) for _, op, n in lines}
+        return {op: int(n) for _, op, n in lines} | (self._count_lmdb() if LmdbRule.is_there() else {})
+
+    def _count_lmdb(self) -> dict[str, int]:
+        def work(op: str, say: Callable[[Any], None]) -> None:
+            LmdbRule(op, str(errno.EIO), _MANY)
+            Scene(self.place / "root", self.pages, lambda _: None).play()
+            say(LmdbRule.calls())
+
+        counts = {}
+        for op in LMDB:
+            done = in_a_process(lambda say, op=op: work(op, say))  # type: ignore[misc]
+            assert done.status == 0, done.text
+            counts[f"lmdb {op}"] = int(done.text)
+            self._clear()
+        return counts
 
     def play(self, op: str, n: int, fault: Fault) -> None:
         """One play, and what comes after it."""
@@ -195,7 +262,7 @@ def cases(counts: dict[str, int], each: int | None, draw: random.Random) -> Iter
     """Every call and every fault, in no order; or (each given) so many of each operation, spread over its calls."""
     chosen: list[tuple[str, int, Fault]] = []
     for op, calls in counts.items():
-        faults = [fault for fault in FAULTS if applies(fault, op)]
+        faults = faults_of(op)
         if each is None:
             chosen += [(op, n, fault) for n in range(calls) for fault in faults]
             continue
@@ -211,6 +278,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.soak.campaign", description=__doc__)
     parser.add_argument("--dir", type=Path, help="where roots are made; left out: the temporary directory")
     parser.add_argument("--each", type=int, help="so many plays of each operation; left out: all there are")
+    parser.add_argument("--op", action="append", help="only this operation; may be given again")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no play after that")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     options = parser.parse_args(words)
@@ -218,7 +286,8 @@ def main(words: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.dir) as place:
         campaign = Campaign(Path(place), Pages())
         counts = campaign.count()
-        planned = list(cases(counts, options.each, random.Random(options.seed)))
+        wanted = {op: n for op, n in counts.items() if not options.op or op in options.op}
+        planned = list(cases(wanted, options.each, random.Random(options.seed)))
         for case in planned:
             if time.monotonic() >= end:
                 break

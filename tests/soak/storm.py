@@ -17,7 +17,8 @@ from tests.store.sharing import agree
 
 WRITERS, READERS = 4, 4
 HANG_S = 120.0  # for an answer, however slow the machine: only ever reached by a defect
-CONFIG = {"capacity_bytes": 6 << 20, "slab_bytes": 65 * 4096, "open_timeout_s": HANG_S}  # half of all CHUNKS fit
+CAPACITY = 6 << 20
+CONFIG = {"capacity_bytes": CAPACITY, "slab_bytes": 65 * 4096, "open_timeout_s": HANG_S}  # half of all CHUNKS fit
 EVERYTHING = [*range(CHUNKS)]
 KINDS = ("process", "power", "none")
 
@@ -166,7 +167,7 @@ class Storm:
             assert now["threads"] <= worker.first["threads"], (worker.first, now)
             assert now["descriptors"] <= worker.first["descriptors"], (worker.first, now)
         if self.workers:
-            agree(self.root, [worker.peer for worker in self.workers], CONFIG["capacity_bytes"])  # type: ignore[arg-type]
+            agree(self.root, [worker.peer for worker in self.workers], CAPACITY)
 
     def _after(self, durability: str) -> None:
         """All end, by a close or a kill; a fresh process finds its root in order, and what it stores outlives it."""
@@ -190,7 +191,7 @@ class Storm:
         slots = len(again.call("reserve_pages", 1000, timeout=HANG_S))
         assert slots >= 50, f"{slots} slots can be had of the capacity: some were lost to the dead"
         nbytes, _ = rig.disk_use(self.root)
-        assert nbytes <= CONFIG["capacity_bytes"]
+        assert nbytes <= CAPACITY
         again.kill()
 
     def _fresh(self, durability: str) -> Peer:

@@ -1,4 +1,4 @@
-"""A machine that loses power: what preload_record.c wrote down, replayed up to a moment, and what the disk may then hold.
+"""A machine that loses power: what preload_record.c wrote down, replayed up to a moment, and what a disk may then hold.
 
 The model is harsher than file systems are. A write, a change of a size and a change of a directory are on the disk
 only once a flush that began after them has returned (fsync or fdatasync of that file, fsync of that directory, or the
@@ -175,7 +175,7 @@ def lay_out(found: dict[str, bytes | None], old_world: Path, world: Path) -> Non
             path.write_bytes(content)
 
 
-# ---- the process that is recorded: python -m tests.store.powercut ROOT DURABILITY ---------------------------------------
+# ---- the process that is recorded: python -m tests.store.powercut ROOT DURABILITY -----------------------------------
 
 CHUNKS = 120
 HOW: dict[str, Any] = {"capacity_bytes": 4 << 20, "slab_bytes": 65 * 4096, "io": "posix"}

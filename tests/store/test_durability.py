@@ -11,6 +11,7 @@ import pytest
 
 from kvxfer.errors import ConfigError
 from kvxfer.store import Store, trust
+from kvxfer.store.index import Index
 from kvxfer.testing import FaultyIO
 from tests.store import rig
 from tests.store.sharing import Group
@@ -87,6 +88,18 @@ def test_what_state_json_says(opened: Opened, root: Path, durability: str, writt
     again.close()
 
 
+def test_synced_is_not_said_of_an_index_whose_name_may_not_be_on_the_device(tmp_path: Path, faults: FaultyIO) -> None:
+    index = Index(tmp_path / "index", 1 << 20, "power")
+    assert index.load() is None
+    assert index.mark_open()
+    faults.fail("fsync", errno.EIO, times=1)
+    assert not index.recreate([], {})
+    assert state(tmp_path) == "open"
+    assert index.recreate([], {})
+    assert state(tmp_path) == "synced"
+    index.drop()
+
+
 @pytest.mark.parametrize("first", ["none", "process", "power"])
 @pytest.mark.parametrize("then", ["none", "process", "power"])
 def test_the_next_boot(opened: Opened, root: Path, monkeypatch: pytest.MonkeyPatch, first: str, then: str) -> None:
@@ -123,9 +136,7 @@ def test_what_none_forgot_is_in_the_slots_until_it_is_written_over(
 
 def test_processes_of_a_root_agree_on_it_and_tools_take_it_over(group: Group, opened: Opened, root: Path) -> None:
     group.open(durability="power")
-    with pytest.raises(
-        ConfigError, match=r"durability=process, but processes \[\d+\] have .* open with durability=pow"
-    ):
+    with pytest.raises(ConfigError, match=r"durability=process, but processes \[\d+\] have .* durability=power"):
         opened(durability="process")
     with Store.open_existing(root, housekeeping=False) as store:
         assert store.config.durability == "power"

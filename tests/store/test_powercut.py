@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from kvxfer.engine import TransferEngine
 from kvxfer.errors import FormatError
 from kvxfer.store import Store, trust
 from tests.engine.rig import GEOMETRY, expect, keys_of, namespace_of, ranks
+from tests.native.shims import compiled, preloaded
 from tests.oracle import POISON, Model
 from tests.store import powercut
 from tests.store.powercut import CHUNKS, HOW, Call
@@ -35,21 +35,16 @@ Recorded = Callable[[str], tuple[Path, list[Call]]]
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """recorded(durability): the directory in which a process made its root, and all that it did there."""
-    compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "cc")
     place = tmp_path_factory.mktemp("powercut")
-    library = place / "record.so"
-    source = CHECKOUT / "tests" / "native" / "preload_record.c"
-    subprocess.run([*compiler.split(), "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    library = compiled("record", place)
     done: dict[str, tuple[Path, list[Call]]] = {}
 
     def record(durability: str) -> tuple[Path, list[Call]]:
         if durability not in done:
             world, log = place / durability, place / f"{durability}.log"
             world.mkdir()
-            env = os.environ | {
-                "PYTHONPATH": str(CHECKOUT), "KVX_RECORD_ROOT": str(world), "KVX_RECORD_LOG": str(log),
-                "LD_PRELOAD": " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)])),
-            }  # fmt: skip
+            env = os.environ | preloaded(library)
+            env |= {"PYTHONPATH": str(CHECKOUT), "KVX_RECORD_ROOT": str(world), "KVX_RECORD_LOG": str(log)}
             subprocess.run(
                 [sys.executable, "-m", "tests.store.powercut", str(world / ROOT), durability], check=True, env=env,
                 cwd=CHECKOUT, timeout=110,
@@ -83,7 +78,10 @@ def reopen(root: Path, durability: str) -> tuple[set[int], Any]:
     """After the next boot: the chunks that a load brings, all of them right and nothing else written; the stats."""
     config = StoreConfig(root=root, durability=durability, **HOW)
     target = ranks(MODEL, "hnd", 1, filled=False)
-    with mock.patch.object(trust, "boot_id", lambda: "the next boot"), Store.open(config, housekeeping=False) as store:
+    with (
+        mock.patch.object(trust, "boot_id", return_value="the next boot"),
+        Store.open(config, housekeeping=False) as store,
+    ):
         engine = TransferEngine(store, namespace_of(), target, config=EngineConfig(io_threads=2))
         for mine in target:
             for tensor in mine.tensors:
@@ -114,9 +112,7 @@ def check_cut(recorded: Recorded, durability: str, where: float, seed: int, shar
             return set(), None
     if durability == "power":
         lost = promised(calls, cut) - hits
-        assert not lost, (
-            f"cut {cut} of {len(calls)}, {doing(calls, cut)}: lost {sorted(lost)}, {stats.rebuild_reason!r}"
-        )
+        assert not lost, f"cut {cut}, {doing(calls, cut)}: lost {sorted(lost)}, {stats.rebuild_reason!r}"
         if doing(calls, cut) in ("put", "invalidate", "end"):
             assert stats.rebuilds == 0, stats.rebuild_reason
     return hits, stats
