@@ -26,17 +26,10 @@ from typing import Any, NamedTuple
 import lmdb
 
 from kvxfer.errors import IOFault, StoreError
-from kvxfer.io.system import (
-    TEMPORARY,
-    sync_directory,
-    sys_mkdir,
-    sys_rename,
-    sys_unlink,
-)
+from kvxfer.io.system import TEMPORARY, sync_directory, sys_mkdir, sys_rename, sys_unlink
 from kvxfer.report import reporter
 from kvxfer.store import changes, trust
 from kvxfer.store.records import (
-    DIGEST_BYTES,
     LEASES,
     MEMBERS,
     PLACE_BYTES,
@@ -399,7 +392,7 @@ class Index:
             with self._env.begin(write=True) as txn:
                 changes.clear(txn)
                 for prefix in (MEMBERS, LEASES, SLABS):
-                    _delete_all(txn, prefix)
+                    changes.delete_all(txn, prefix)
                 for row in rows:
                     txn.put(*item(row))
             self._follow_own()
@@ -502,11 +495,3 @@ class Index:
         env, self._env = self._env, None
         if env is not None:
             env.close()
-
-
-def _delete_all(txn: Any, prefix: bytes) -> None:
-    """Deletes the rows of one kind."""
-    cursor = txn.cursor()
-    more = cursor.set_range(prefix)
-    while more and (name := cursor.key()).startswith(prefix):
-        more = cursor.delete() if len(name) <= DIGEST_BYTES else cursor.next()

@@ -15,7 +15,7 @@ import lmdb
 from kvxfer.config import StoreConfig, slab_cost
 from kvxfer.errors import ConfigError, FormatError, IOFault
 from kvxfer.io.modes import IOMode, probe_mode, refuse_network
-from kvxfer.io.system import sync_directory, sys_mkdir, try_unlink
+from kvxfer.io.system import sync_directory, sys_close, sys_fdatasync, sys_mkdir, sys_open, try_unlink
 from kvxfer.report import reporter
 from kvxfer.store.entry import Entry
 from kvxfer.store.index import TRANSACTION, Index
@@ -146,12 +146,12 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
     """For the first process: cleans up, opens the slabs that the cap has room for, finds out what they hold.
 
     Raises:
-        IOFault: the directories cannot be made.
+        IOFault: the directories cannot be made, or (durability "power") what is there not be flushed.
     """
     for name in (SLABS, INDEX, NAMESPACES):
         sys_mkdir(config.root / name)
     if config.durability == "power":
-        sync_directory(config.root)
+        _put_on_device(opened, config)
     _note_limits(opened, config)
     _clean_up(opened)
     NamespaceFiles(config).trim()
@@ -211,6 +211,24 @@ def join(opened: Opened, config: StoreConfig, index: Index, threads: int) -> lis
         others = [row for row in rows if not isinstance(row, EpochRow)]
         index.recreate(others, {row.epoch: row.order for row in rows if isinstance(row, EpochRow)})
     return rows
+
+
+def _put_on_device(opened: Opened, config: StoreConfig) -> None:
+    """The directories, and what was stored while nothing was flushed: from here on it counts as acknowledged.
+
+    Raises:
+        IOFault: a flush failed.
+    """
+    if opened.info.durability != "power":
+        for slab in opened.found:
+            if slab.header is not None:
+                fd = sys_open(slab.path, os.O_RDONLY | os.O_NOFOLLOW)
+                try:
+                    sys_fdatasync(fd, slab.path)
+                finally:
+                    sys_close(fd)
+    sync_directory(config.root / SLABS)
+    sync_directory(config.root)
 
 
 def _begin_anew(opened: Opened, index: Index) -> None:

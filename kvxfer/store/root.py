@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvxfer.config import StoreConfig
-from kvxfer.errors import ConfigError, FormatError
+from kvxfer.errors import ConfigError, FormatError, IOFault
 from kvxfer.io.modes import PROBE_NAME
 from kvxfer.io.system import TEMPORARY, fault, read_small, replace_file, sync_directory, sys_mkdir
 from kvxfer.slot import ALIGNMENT
@@ -153,7 +153,9 @@ def write_root(root: Path, info: RootInfo) -> None:
 
 
 def make_directories(path: Path, durable: bool) -> None:
-    """Makes `path` and the missing ones above it, for the owner alone. Durable: they are there after a power cut too.
+    """Makes `path` and the missing ones above it, for the owner alone, and puts their names on the device.
+
+    Where that does not work it matters if they have to be `durable`.
 
     Raises:
         IOFault: one cannot be made.
@@ -164,8 +166,11 @@ def make_directories(path: Path, durable: bool) -> None:
         path = path.parent
     for directory in reversed(missing):
         sys_mkdir(directory)
-        if durable:
+        try:
             sync_directory(directory.parent)
+        except IOFault:
+            if durable:
+                raise
 
 
 def strangers(root: Path) -> tuple[int, int, list[Path]]:

@@ -254,11 +254,6 @@ class Table:
                     self._free(reservation.slab, reservation.slot)
         self.close_idle()
 
-    def doubt(self, slab: SlabFile) -> None:
-        """A flush of this slab failed: nothing of what this process has taken in it can be committed durably."""
-        with self.lock:
-            slab.doubted.update(slab.owners.values())
-
     def quarantine(self, reservation: Reservation) -> None:
         """Keeps a slot from everybody until it is released."""
         with self.lock:

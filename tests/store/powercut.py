@@ -189,7 +189,8 @@ def note(**said: Any) -> None:
 def live(root: Path, durability: str) -> None:
     """Stores until chunks are evicted, replaces the index, closes, opens, and goes on; ends without a word.
 
-    Notes say which chunks can be looked up, after everything that changes that.
+    Notes say which chunks can be looked up, after everything that changes that. durability "switch": first "process",
+    and "power" after the close.
     """
     from kvxfer.config import EngineConfig, StoreConfig  # the model of a disk needs none of these
     from kvxfer.engine import TransferEngine
@@ -197,10 +198,11 @@ def live(root: Path, durability: str) -> None:
     from tests.engine.rig import GEOMETRY, keys_of, namespace_of, ranks
     from tests.oracle import Model
 
+    first, second = ("process", "power") if durability == "switch" else (durability, durability)
     pages = ranks(Model.random(GEOMETRY, CHUNKS, seed=3), "nhd", 2, filled=True)
     job = 0
 
-    def session(numbers: list[list[int]], close: bool) -> None:
+    def session(numbers: list[list[int]], durability: str, close: bool) -> None:
         nonlocal job
         config = StoreConfig(root=root, durability=durability, **HOW)
         store = Store.open(config, writers=2, housekeeping=False)
@@ -208,7 +210,7 @@ def live(root: Path, durability: str) -> None:
 
         def tell() -> None:
             have = [k for k in range(CHUNKS) if store.contains(engine.digest, keys_of([k])[0])]
-            note(have=have, evicted=sum(store.stats().evictions.values()))
+            note(have=have, durability=durability, evicted=sum(store.stats().evictions.values()))
 
         tell()
         for n, chunks in enumerate(numbers):
@@ -234,8 +236,8 @@ def live(root: Path, durability: str) -> None:
             engine.shutdown()
             store.close()
 
-    session([[*range(8 * i, 8 * i + 8)] for i in range(6)], close=True)
-    session([[*range(8 * i, 8 * i + 8)] for i in range(6, 15)], close=False)
+    session([[*range(8 * i, 8 * i + 8)] for i in range(6)], first, close=True)
+    session([[*range(8 * i, 8 * i + 8)] for i in range(6, 15)], second, close=False)
     note(doing="end")
     os._exit(0)
 

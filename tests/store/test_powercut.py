@@ -62,11 +62,11 @@ def notes(calls: list[Call]) -> list[dict[str, Any]]:
 
 def promised(calls: list[Call], cut: int) -> set[int]:
     """Chunks that were acknowledged before the cut, and that what was under way did not evict."""
-    before = [note["have"] for note in notes(calls[:cut]) if "have" in note]
-    after = [note["have"] for note in notes(calls[cut:]) if "have" in note]
-    if not before:
+    before = [note for note in notes(calls[:cut]) if "have" in note]
+    after = [note for note in notes(calls[cut:]) if "have" in note]
+    if not before or before[-1]["durability"] != "power":
         return set()
-    return set(before[-1]) & set(after[0] if after else before[-1])
+    return set(before[-1]["have"]) & set((after or before[-1:])[0]["have"])
 
 
 def doing(calls: list[Call], cut: int) -> str:
@@ -102,19 +102,18 @@ def check_cut(recorded: Recorded, durability: str, where: float, seed: int, shar
         root = place / ROOT
         powercut.lay_out(powercut.after_a_cut(calls[:cut], seed, share), old, Path(place))
         if not root.exists():
-            assert durability != "power" or not promised(calls, cut), "the root is gone"
+            assert not promised(calls, cut), "the root is gone"
             return set(), None
         try:
-            hits, stats = reopen(root, durability)
+            hits, stats = reopen(root, "power" if durability == "switch" else durability)
         except FormatError:  # a root that was just being made: nothing was promised, and nothing is touched
             assert not (root / "kvxfer.json").exists()
             assert not promised(calls, cut)
             return set(), None
-    if durability == "power":
-        lost = promised(calls, cut) - hits
-        assert not lost, f"cut {cut}, {doing(calls, cut)}: lost {sorted(lost)}, {stats.rebuild_reason!r}"
-        if doing(calls, cut) in ("put", "invalidate", "end"):
-            assert stats.rebuilds == 0, stats.rebuild_reason
+    lost = promised(calls, cut) - hits
+    assert not lost, f"cut {cut}, {doing(calls, cut)}: lost {sorted(lost)}, {stats.rebuild_reason!r}"
+    if durability == "power" and doing(calls, cut) in ("put", "invalidate", "end"):
+        assert stats.rebuilds == 0, stats.rebuild_reason
     return hits, stats
 
 
@@ -133,13 +132,22 @@ def test_the_recording_has_what_the_proof_needs(recorded: Recorded) -> None:
     assert any(call.kind == "W" and call.words[3] == "1" for call in calls)  # LMDB's meta pages
 
 
-@settings(max_examples=10, deadline=None, database=None)
+@pytest.mark.parametrize("durability", ["power", "switch"])
+@settings(max_examples=8, deadline=None, database=None)
 @example(where=1.0, seed=0, share=0.0)
 @given(**CUTS)
 def test_what_was_acknowledged_under_power_is_there_and_right(
-    recorded: Recorded, where: float, seed: int, share: float
+    recorded: Recorded, durability: str, where: float, seed: int, share: float
 ) -> None:
-    check_cut(recorded, "power", where, seed, share)
+    check_cut(recorded, durability, where, seed, share)
+
+
+def test_what_another_durability_left_is_acknowledged_once_it_is_opened_under_power(recorded: Recorded) -> None:
+    _, calls = recorded("switch")
+    (opened, *_) = [at for at, call in enumerate(calls) if call.kind == "N" and '"power"' in call.words[0]]
+    assert len(promised(calls, opened + 1)) >= 40
+    hits, _ = check_cut(recorded, "switch", opened / (len(calls) - 1), 0, 0.0)
+    assert len(hits) >= 40
 
 
 @pytest.mark.parametrize("durability", ["process", "none"])
@@ -165,7 +173,7 @@ def test_a_scan_finds_what_the_device_has_and_none_does_not_look(recorded: Recor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("durability", ["power", "process", "none"])
+@pytest.mark.parametrize("durability", ["power", "switch", "process", "none"])
 @settings(max_examples=60, deadline=None, database=None)
 @given(**CUTS)
 def test_many_more_cuts(recorded: Recorded, durability: str, where: float, seed: int, share: float) -> None:
