@@ -79,6 +79,7 @@ def test_a_row_reads_as_it_was_written(row: Row) -> None:
 def test_a_row_of_any_bytes_is_none_or_says_all_of_them(prefix: bytes, name: bytes, value: bytes) -> None:
     row = parse(prefix + name, value)
     assert row is None or item(row) == (prefix + name, value)
+    assert not isinstance(row, SlabRow) or row.state in [*SlabState]
 
 
 @given(ROWS, st.integers(-3, 3).filter(bool))
