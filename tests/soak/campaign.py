@@ -230,7 +230,8 @@ class Campaign:
             before = descriptors(), threads()
             with FaultyIO() as io:
                 rule = fault.arm(io, op, n)
-                Scene(root, self.pages, lambda ks: say("told " + " ".join(map(str, ks)))).play()
+                told = lambda ks: say("told " + " ".join(map(str, ks)))  # noqa: E731
+                Scene(root, self.pages, told, strict=not fault.lies).play()
                 say(f"hits {rule.hits}")
             settled(before)
 
@@ -243,11 +244,11 @@ class Campaign:
         after = in_a_process(lambda say: say("told " + " ".join(map(str, verify(root, self.pages)))))
         if after.status != 0:
             self._defect(op, n, fault, after)
-        elif fault.kills and not fault.lies and (told := _numbers(done.text)):
-            # The second session's are asked for: the first one's may have been evicted, or raised out of sight, since.
-            came = set(_numbers(after.text)[0])
-            if len(told) == 1 and not set(told[0]) <= came:
-                self._defect(op, n, fault, Outcome(1, f"lost {sorted(set(told[0]) - came)}"))
+        elif not fault.lies and (told := _numbers(done.text)):
+            # The latest are asked for: what was stored before may have been evicted, one was invalidated.
+            lost = set(told[-1]) - {CHUNKS - 1} - set(_numbers(after.text)[0])
+            if lost:
+                self._defect(op, n, fault, Outcome(1, f"lost {sorted(lost)}"))
         self._clear()
 
     def _defect(self, op: str, n: int, fault: Fault, done: Outcome) -> None:

@@ -133,7 +133,7 @@ def test_the_recording_has_what_the_proof_needs(recorded: Recorded) -> None:
 
 
 @pytest.mark.parametrize("durability", ["power", "switch"])
-@settings(max_examples=8, deadline=None, database=None)
+@settings(max_examples=5, deadline=None, database=None)
 @example(where=1.0, seed=0, share=0.0)
 @given(**CUTS)
 def test_what_was_acknowledged_under_power_is_there_and_right(
@@ -151,7 +151,7 @@ def test_what_another_durability_left_is_acknowledged_once_it_is_opened_under_po
 
 
 @pytest.mark.parametrize("durability", ["process", "none"])
-@settings(max_examples=4, deadline=None, database=None)
+@settings(max_examples=2, deadline=None, database=None)
 @example(where=1.0, seed=0, share=0.5)
 @given(**CUTS)
 def test_whatever_is_there_under_the_others_is_right(
