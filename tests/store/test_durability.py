@@ -17,7 +17,7 @@ from tests.store import rig
 from tests.store.sharing import Group
 
 Opened = Callable[..., Store]
-NAMES = [rig.key(i) for i in range(30)]
+NAMES = [rig.key(i) for i in range(24)]
 
 
 def state(root: Path) -> str:
@@ -142,7 +142,7 @@ def test_processes_of_a_root_agree_on_it_and_tools_take_it_over(group: Group, op
         assert store.config.durability == "power"
 
 
-@pytest.mark.parametrize("durability", ["process", "none"])
+@pytest.mark.parametrize("durability", [pytest.param("process", marks=pytest.mark.slow), "none"])
 def test_one_that_joins_an_index_that_is_no_use(group: Group, root: Path, durability: str) -> None:
     a = group.open(durability=durability)
     assert all(a.call("put", [*range(20)]))

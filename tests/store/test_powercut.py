@@ -132,7 +132,7 @@ def test_the_recording_has_what_the_proof_needs(recorded: Recorded) -> None:
     assert any(call.kind == "W" and call.words[3] == "1" for call in calls)  # LMDB's meta pages
 
 
-@pytest.mark.parametrize("durability", ["power", "switch"])
+@pytest.mark.parametrize("durability", ["power", pytest.param("switch", marks=pytest.mark.slow)])
 @settings(max_examples=5, deadline=None, database=None)
 @example(where=1.0, seed=0, share=0.0)
 @given(**CUTS)
@@ -142,6 +142,7 @@ def test_what_was_acknowledged_under_power_is_there_and_right(
     check_cut(recorded, durability, where, seed, share)
 
 
+@pytest.mark.slow
 def test_what_another_durability_left_is_acknowledged_once_it_is_opened_under_power(recorded: Recorded) -> None:
     _, calls = recorded("switch")
     (opened, *_) = [at for at, call in enumerate(calls) if call.kind == "N" and '"power"' in call.words[0]]
@@ -150,7 +151,7 @@ def test_what_another_durability_left_is_acknowledged_once_it_is_opened_under_po
     assert len(hits) >= 40
 
 
-@pytest.mark.parametrize("durability", ["process", "none"])
+@pytest.mark.parametrize("durability", [pytest.param("process", marks=pytest.mark.slow), "none"])
 @settings(max_examples=2, deadline=None, database=None)
 @example(where=1.0, seed=0, share=0.5)
 @given(**CUTS)
