@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,13 @@ def main() -> int:
     counts = storm.counts
     print("storm: " + ", ".join(f"{name} {n}" for name, n in sorted(counts.items())))
     losses = len(storm.losses) + (not good)
-    print(f"soak: {time.monotonic() - start:.0f} s, seed {options.seed}, losses {losses}")
+    met = re.search(r"faults (\d+) of (\d+) plays", text)
+    faults = counts["faults"] + counts["kills"] + counts["stops"] + (int(met[1]) if met else 0)
+    operations = counts["loads"] + counts["saves"] + counts["puts"]
+    print(
+        f"soak: {time.monotonic() - start:.0f} s, seed {options.seed}: {operations} chunks stored or loaded in storms, "
+        f"{met[2] if met else 0} plays, {faults} faults, losses {losses}"
+    )
     for loss in storm.losses:
         print(f"LOSS {loss}")
     return 1 if losses else 0
