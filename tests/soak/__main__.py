@@ -44,8 +44,10 @@ def main() -> int:
         good, text = campaign(options.seconds / 4, options.seed, place)
         print(text, flush=True)
         storm = Storm(Path(place, "root"), options.seed)
-        while (left := start + options.seconds - time.monotonic()) > 0 and not storm.losses:
-            storm.round(min(ROUND_S, left))
+        while not storm.losses and (
+            (left := start + options.seconds - time.monotonic()) > 0 or not storm.counts["rounds"]
+        ):
+            storm.round(min(ROUND_S, max(1.0, left)))
     counts = storm.counts
     print("storm: " + ", ".join(f"{name} {n}" for name, n in sorted(counts.items())))
     losses = len(storm.losses) + (not good)

@@ -19,6 +19,7 @@ WRITERS, READERS = 4, 4
 HANG_S = 120.0  # for an answer, however slow the machine: only ever reached by a defect
 CAPACITY = 6 << 20
 CONFIG = {"capacity_bytes": CAPACITY, "slab_bytes": 65 * 4096, "open_timeout_s": HANG_S}  # half of all CHUNKS fit
+LEAST = 200  # chunks that a round stores, and loads, however slow the machine
 EVERYTHING = [*range(CHUNKS)]
 KINDS = ("process", "power", "none")
 
@@ -32,9 +33,13 @@ class Worker:
 
     def __init__(self, root: Path, role: str, durability: str) -> None:
         self.role, self.busy, self.doomed = role, False, False
-        self.since = time.monotonic()
+        self.durability, self.since = durability, time.monotonic()
+        self.first: dict[str, int] = {}  # its gauges when it had done nothing
         self.peer = Peer(root)
-        self.peer.call("open", housekeeping=True, durability=durability, timeout=HANG_S, **CONFIG)
+
+    def open(self) -> None:
+        """Once it has started, which takes a while: several do so at a time."""
+        self.peer.call("open", housekeeping=True, durability=self.durability, timeout=HANG_S, **CONFIG)
         self.peer.call("register", 7, timeout=HANG_S)
         self.peer.call("engine", timeout=HANG_S)
         self.first = self.peer.call("gauges")
@@ -67,14 +72,20 @@ class Storm:
         self.workers: list[Worker] = []
 
     def round(self, seconds: float) -> None:
-        """Everybody at once for so long, and then what is left is looked at. Losses are noted."""
+        """Everybody at once for so long from their start on, and then what is left is looked at. Losses are noted."""
         durability = self.draw.choice(KINDS)
-        end = time.monotonic() + seconds
+        before = self.counts.copy()
         try:
             for n in range(WRITERS + READERS):
                 self._start("loading" if n % 2 else self.draw.choice(["saving", "both"]), durability)
-            while time.monotonic() < end:
-                self._step(durability)
+            for worker in self.workers:
+                worker.open()
+            end = time.monotonic() + seconds
+            while time.monotonic() < end or any(
+                self.counts[what] - before[what] < LEAST for what in ("loads", "saves")
+            ):
+                self._step()
+            self._kill(self.draw.choice(self.workers))  # at work, at least this one
             self._calm()
             self._after(durability)
         except (Loss, Refused, Dead, AssertionError, TimeoutError) as exc:
@@ -85,11 +96,12 @@ class Storm:
             self.workers = []
         self.counts["rounds"] += 1
 
-    def _start(self, role: str, durability: str) -> None:
+    def _start(self, role: str, durability: str) -> Worker:
         self.workers.append(Worker(self.root, role, durability))
         self.counts["processes"] += 1
+        return self.workers[-1]
 
-    def _step(self, durability: str) -> None:
+    def _step(self) -> None:
         for worker in list(self.workers):
             try:
                 if worker.busy:
@@ -101,8 +113,8 @@ class Storm:
             except Dead:
                 if not worker.doomed:
                     raise
-                self._bury(worker, durability)
-        self._strike(durability)
+                self._bury(worker)
+        self._strike()
 
     def _rest(self, worker: Worker) -> None:
         """Between two whiles: a fault for the next one, or none."""
@@ -123,14 +135,12 @@ class Storm:
             worker.peer.call("fault", action, *args, after=after, times=1, **named)
         self.counts["faults"] += 1
 
-    def _strike(self, durability: str) -> None:
+    def _strike(self) -> None:
         """Now and then somebody is killed, at a call of its own or anywhere, or stopped for a while."""
         chance = self.draw.random()
         worker = self.draw.choice(self.workers)
         if chance < 0.02:
-            worker.doomed = True
-            worker.peer.kill()
-            self._bury(worker, durability)
+            self._kill(worker)
         elif chance < 0.03 and not worker.busy and not worker.doomed:
             op = self.draw.choice(["pwrite", "pread", "lock", "open", "fsync", "rename", "unlink"])
             worker.peer.call("fault", "kill", op, before=self.draw.random() < 0.5, after=self.draw.randrange(80))
@@ -141,13 +151,18 @@ class Storm:
             os.kill(worker.peer.pid, signal.SIGCONT)
             self.counts["stops"] += 1
 
-    def _bury(self, worker: Worker, durability: str) -> None:
+    def _kill(self, worker: Worker) -> None:
+        worker.doomed = True
+        worker.peer.kill()
+        self._bury(worker)
+
+    def _bury(self, worker: Worker) -> None:
         if (status := worker.peer.died()) != -signal.SIGKILL:
             raise Loss(f"a {worker.role} ended with {status}: {worker.peer.errors()[-2000:]}")
         worker.peer.end()
         self.workers.remove(worker)
         self.counts["kills"] += 1
-        self._start(worker.role, durability)
+        self._start(worker.role, worker.durability).open()
 
     def _calm(self) -> None:
         """Everybody comes to rest; nothing is held, nothing was left behind, all agree."""
@@ -174,6 +189,7 @@ class Storm:
         for worker in self.workers:
             if self.draw.random() < 0.5:
                 worker.peer.kill()
+                self.counts["kills"] += 1
             else:
                 worker.peer.call("shutdown", timeout=HANG_S)
                 assert worker.peer.call("close", HANG_S, timeout=HANG_S) is True
@@ -195,9 +211,8 @@ class Storm:
         again.kill()
 
     def _fresh(self, durability: str) -> Peer:
-        worker = Worker(self.root, "loading", durability)
-        self.workers.append(worker)
-        self.counts["processes"] += 1
+        worker = self._start("loading", durability)
+        worker.open()
         stats = worker.peer.call("stats")
         assert stats["rebuilds"] == 0, stats["rebuild_reason"]
         assert not stats["rebuild_reason"], stats["rebuild_reason"]
