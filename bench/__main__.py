@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench import converter, engine, lookup, policy, resident, rows, sharing, tier, ttft
+from bench import converter, durability, engine, lookup, policy, resident, rows, sharing, tier, ttft
 from bench.options import MIB, Options
 from bench.table import Table, exit_status, machine_facts
 from kvxfer.errors import KvxferError
@@ -24,6 +24,7 @@ ROOMS = {
     "lookup": lookup.run,
     "resident": resident.run,
     "sharing": sharing.run,
+    "durability": durability.run,
     "tier": tier.run,
     "ttft": ttft.run,
 }

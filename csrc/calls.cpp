@@ -50,6 +50,7 @@ int libc_fallocate(int fd, uint64_t length) {
 }
 int libc_ftruncate(int fd, uint64_t length) { return or_errno(::ftruncate(fd, static_cast<off_t>(length))); }
 int libc_fsync(int fd) { return or_errno(::fsync(fd)); }
+int libc_fdatasync(int fd) { return or_errno(::fdatasync(fd)); }
 int64_t libc_size(int fd) {
   struct ::stat status;
   return ::fstat(fd, &status) < 0 ? -errno : static_cast<int64_t>(status.st_size);
@@ -108,9 +109,10 @@ int libc_mmap(uint64_t length, void **out) {
   return 0;
 }
 
-constexpr Calls kLibc = {libc_open,      libc_close,     libc_pread, libc_pwrite, libc_preadv,   libc_pwritev,
-                         libc_fallocate, libc_ftruncate, libc_fsync, libc_size,   libc_dioalign, libc_unlink,
-                         libc_rename,    libc_mkdir,     libc_lock,  libc_mmap};
+constexpr Calls kLibc = {libc_open,    libc_close,     libc_pread,     libc_pwrite, libc_preadv,
+                         libc_pwritev, libc_fallocate, libc_ftruncate, libc_fsync,  libc_fdatasync,
+                         libc_size,    libc_dioalign,  libc_unlink,    libc_rename, libc_mkdir,
+                         libc_lock,    libc_mmap};
 
 // ---- fault rules ------------------------------------------------------------------------------------------
 
@@ -287,7 +289,9 @@ int faulty_open(const char *path, int flags, int mode) {
   return plain(KVX_OP_OPEN, [&] { return libc_open(path, flags, mode); });
 }
 int faulty_close(int fd) {
-  return plain(KVX_OP_CLOSE, [&] { return libc_close(fd); });
+  const Verdict verdict = decide(KVX_OP_CLOSE, false, 0, 0);
+  if (verdict.fault.action == KVX_FAULT_ERRNO) libc_close(fd);  // Linux closes it, whatever it answers
+  return faulty(verdict, [&](uint64_t) { return libc_close(fd); });
 }
 int64_t faulty_pread(int fd, void *buf, uint64_t n, uint64_t offset) {
   const Verdict verdict = decide(KVX_OP_PREAD, true, offset, n);
@@ -327,6 +331,9 @@ int faulty_ftruncate(int fd, uint64_t length) {
 int faulty_fsync(int fd) {
   return plain(KVX_OP_FSYNC, [&] { return libc_fsync(fd); });
 }
+int faulty_fdatasync(int fd) {
+  return plain(KVX_OP_FSYNC, [&] { return libc_fdatasync(fd); });
+}
 int64_t faulty_size(int fd) {
   return plain(KVX_OP_FSTAT, [&] { return libc_size(fd); });
 }
@@ -349,10 +356,10 @@ int faulty_mmap(uint64_t length, void **out) {
   return plain(KVX_OP_MMAP, [&] { return libc_mmap(length, out); });
 }
 
-constexpr Calls kFaulty = {faulty_open,   faulty_close,   faulty_pread,     faulty_pwrite,
-                           faulty_preadv, faulty_pwritev, faulty_fallocate, faulty_ftruncate,
-                           faulty_fsync,  faulty_size,    faulty_dioalign,  faulty_unlink,
-                           faulty_rename, faulty_mkdir,   faulty_lock,      faulty_mmap};
+constexpr Calls kFaulty = {
+    faulty_open,      faulty_close,     faulty_pread, faulty_pwrite,    faulty_preadv, faulty_pwritev,
+    faulty_fallocate, faulty_ftruncate, faulty_fsync, faulty_fdatasync, faulty_size,   faulty_dioalign,
+    faulty_unlink,    faulty_rename,    faulty_mkdir, faulty_lock,      faulty_mmap};
 
 }  // namespace
 
@@ -422,6 +429,7 @@ int64_t kvx_sys_pwrite(int fd, const void *buf, uint64_t n, uint64_t offset) {
 int kvx_sys_fallocate(int fd, uint64_t length) { return calls(KVX_OP_FALLOCATE).fallocate(fd, length); }
 int kvx_sys_ftruncate(int fd, uint64_t length) { return calls(KVX_OP_FTRUNCATE).ftruncate(fd, length); }
 int kvx_sys_fsync(int fd) { return calls(KVX_OP_FSYNC).fsync(fd); }
+int kvx_sys_fdatasync(int fd) { return calls(KVX_OP_FSYNC).fdatasync(fd); }
 int64_t kvx_sys_size(int fd) { return calls(KVX_OP_FSTAT).size(fd); }
 int kvx_sys_unlink(const char *path) { return calls(KVX_OP_UNLINK).unlink(path); }
 int kvx_sys_rename(const char *from, const char *to) { return calls(KVX_OP_RENAME).rename(from, to); }

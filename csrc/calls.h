@@ -11,8 +11,8 @@
 namespace kvx {
 
 // One entry for each kvx_op. All return >= 0 or -errno and make exactly one system call; none retries.
-// `dioalign` is a second face of KVX_OP_FSTAT (it asks statx), `preadv` and `pwritev` are second faces of
-// KVX_OP_PREAD and KVX_OP_PWRITE: counted and faulted as those.
+// `dioalign` is a second face of KVX_OP_FSTAT (it asks statx), `preadv`, `pwritev` and `fdatasync` are second
+// faces of KVX_OP_PREAD, KVX_OP_PWRITE and KVX_OP_FSYNC: counted and faulted as those.
 struct Calls {
   int (*open)(const char *path, int flags, int mode);
   int (*close)(int fd);
@@ -23,6 +23,7 @@ struct Calls {
   int (*fallocate)(int fd, uint64_t length);
   int (*ftruncate)(int fd, uint64_t length);
   int (*fsync)(int fd);
+  int (*fdatasync)(int fd);
   int64_t (*size)(int fd);
   int (*dioalign)(int fd, uint32_t *memory_align, uint32_t *offset_align);
   int (*unlink)(const char *path);

@@ -62,7 +62,7 @@ enum kvx_op {
  * meets [offset_lo, offset_hi). Of the matching calls the first `after` pass, the next `times` (0: all
  * that follow) are hit. Rules are tried in the order they were added; the first that hits decides. */
 enum kvx_fault_action {
-  KVX_FAULT_ERRNO = 1,       /* arg: errno; nothing is done */
+  KVX_FAULT_ERRNO = 1,       /* arg: errno; nothing is done (but a descriptor is closed) */
   KVX_FAULT_SHORT = 2,       /* arg: bytes; at most so many are transferred by the call (0: end of file) */
   KVX_FAULT_DELAY = 3,       /* arg: milliseconds, then the call is made */
   KVX_FAULT_HANG = 4,        /* blocks until kvx_fault_release(), then the call is made */
@@ -95,6 +95,7 @@ KVX_API int64_t kvx_sys_pwrite(int fd, const void *buf, uint64_t n, uint64_t off
 KVX_API int kvx_sys_fallocate(int fd, uint64_t length);
 KVX_API int kvx_sys_ftruncate(int fd, uint64_t length);
 KVX_API int kvx_sys_fsync(int fd);
+KVX_API int kvx_sys_fdatasync(int fd); /* counted as KVX_OP_FSYNC */
 KVX_API int64_t kvx_sys_size(int fd);
 KVX_API int kvx_sys_unlink(const char *path);
 KVX_API int kvx_sys_rename(const char *from, const char *to);

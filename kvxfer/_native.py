@@ -171,6 +171,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvx_sys_fallocate": (_INT, (_INT, _U64)),
     "kvx_sys_ftruncate": (_INT, (_INT, _U64)),
     "kvx_sys_fsync": (_INT, (_INT,)),
+    "kvx_sys_fdatasync": (_INT, (_INT,)),
     "kvx_sys_size": (_I64, (_INT,)),
     "kvx_sys_unlink": (_INT, (_STR,)),
     "kvx_sys_rename": (_INT, (_STR, _STR)),

@@ -15,6 +15,7 @@ from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
 
 IO_BACKENDS = ("auto", "posix")
 DIRECT_MODES = ("auto", "on", "off")
+DURABILITIES = ("none", "process", "power")
 ROW_MODES = ("auto", "straight", "staged")
 GDS_MODES = ("auto", "gds", "compat", "host")
 COPY_ENGINES = ("auto", "pack", "zero")
@@ -87,6 +88,10 @@ class StoreConfig:
     io: str = "auto"  # backend of the engine's jobs: auto (the best there is) | posix, so far the only one
     direct: str = "auto"  # O_DIRECT: auto (where it works) | on (or refuse to open) | off
     index_map_bytes: int | None = None  # cap of the index file; None: a share of the capacity
+    # What outlives what (docs/adr/0014): none (an index that cannot be trusted, as after the machine went down, is
+    # begun anew: no open ever scans) | process (the end of processes, however they end; after the machine went down
+    # what is whole is found by a scan) | power (a power cut too, and no scan: each commit waits for the device).
+    durability: str = "process"
     open_timeout_s: float = 60.0  # how long an open waits for a process that has the root locked: it may be scanning it
     # At most so much is written in any stretch of time, shared evenly by the processes that have the root open: bytes a
     # second, or drive-writes-per-day. What goes beyond is dropped and counted. None: any amount.
@@ -110,6 +115,7 @@ class StoreConfig:
         _check_choice(self, "io", IO_BACKENDS)
         _check_choice(self, "policy", tuple(POLICIES))
         _check_choice(self, "direct", DIRECT_MODES)
+        _check_choice(self, "durability", DURABILITIES)
         if self.slab_bytes is not None:
             _check_integers(self, 2 * ALIGNMENT, "slab_bytes")
             if self.slab_bytes % ALIGNMENT:

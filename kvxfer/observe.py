@@ -207,6 +207,9 @@ _STORE_FIELDS = {
     ),
     "duplicates": _counter("kvxfer_duplicate_chunks_total", "Chunks written that were there already.", "chunks"),
     "failed_commits": _counter("kvxfer_failed_commits_total", "Chunks that the index refused.", "chunks"),
+    "failed_flushes": _counter(
+        "kvxfer_failed_flushes_total", "Flushes of slabs that failed under durability power; costs stores.", "times"
+    ),
     "refused_reservations": _counter("kvxfer_refused_slots_total", "Slots asked for and not given.", "slots"),
     "slabs_created": _counter("kvxfer_created_slabs_total", "Slab files made.", "files"),
     "slabs_removed": _counter("kvxfer_removed_slabs_total", "Slab files removed.", "files"),

@@ -12,9 +12,6 @@ from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm_deadline import MEASURED
 
-_NOT_BUILT = {
-    "durability": ("fsync", "sync", "full"),
-}
 _STORE_KEYS = frozenset(field.name for field in fields(StoreConfig)) - {"root"}
 _ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
 
@@ -26,12 +23,11 @@ class TierConfig:
     Its keys are `root_dir`, the fields below but `stores` and `engine`, and those of StoreConfig and EngineConfig.
 
     Raises:
-        ConfigError: a value cannot work, or is not built; names the value and what is allowed.
+        ConfigError: a value cannot work; names the value and what is allowed.
     """
 
     stores: tuple[StoreConfig, ...]  # one for each root
     engine: EngineConfig
-    durability: str = "none"  # none: nothing is synced; what a crash of the machine took is a miss, never wrong bytes
     weights_fingerprint: str | None = None  # which weights; None: computed, where the model is a local directory
     deadline_s: float | None = None  # a load ends then with what has arrived
     recompute_tokens_per_s: float | str | None = None  # and no later than recomputing its tokens would; or "measured"
@@ -42,12 +38,8 @@ class TierConfig:
     locality: str | None = None  # LOCAL | None: what KV events say
 
     def __post_init__(self) -> None:
-        for name, allowed in (("durability", ("none",)), ("locality", ("LOCAL", None))):
-            value = getattr(self, name)
-            if value in _NOT_BUILT.get(name, ()):
-                raise ConfigError(f"tier key {name}={value!r} is not built yet; allowed is {_list(allowed)}")
-            if value not in allowed:
-                raise ConfigError(f"tier key {name}={value!r} must be {_list(allowed)}")
+        if self.locality not in (None, "LOCAL"):
+            raise ConfigError(f"tier key locality={self.locality!r} must be 'LOCAL' or left out")
         for name in ("deadline_s", "recompute_tokens_per_s", "drain_timeout_s"):
             value = getattr(self, name)
             if value is None and name != "drain_timeout_s":
@@ -115,7 +107,3 @@ def _refuse_overlapping(roots: list[str]) -> None:
 
 def _those(raw: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if key in names}
-
-
-def _list(allowed: tuple[str | None, ...]) -> str:
-    return " or ".join("left out" if each is None else repr(each) for each in allowed)

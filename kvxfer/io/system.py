@@ -82,9 +82,15 @@ def sys_ftruncate(fd: int, nbytes: int, path: Path) -> None:
 
 
 def sys_fsync(fd: int, path: Path) -> None:
-    """Waits until the file's bytes are on the device."""
+    """Waits until the file's bytes, and all that the file system keeps of it, are on the device."""
     if (result := int(_native.lib().kvx_sys_fsync(fd))) < 0:
         raise fault(result, "fsync", path)
+
+
+def sys_fdatasync(fd: int, path: str | os.PathLike[str]) -> None:
+    """As `sys_fsync`, but for what reading the file does not need (its times). Not for directories."""
+    if (result := int(_native.lib().kvx_sys_fdatasync(fd))) < 0:
+        raise fault(result, "fdatasync", path)
 
 
 def sys_size(fd: int, path: Path) -> int:

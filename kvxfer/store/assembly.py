@@ -37,7 +37,7 @@ def assemble(
         ConfigError, FormatError, StoreError, IOFault: as Store.open says; nothing is left open.
     """
     opened = open_root(config, lock, others, mode)
-    index = Index(config.root / INDEX, config.effective_index_map_bytes)
+    index = Index(config.root / INDEX, config.effective_index_map_bytes, config.durability)
     try:
         rows: list[Row] = []
         if others:

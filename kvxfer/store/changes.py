@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from kvxfer.store.records import Item
+from kvxfer.store.records import DIGEST_BYTES, Item
 
 _LOG = b"log"
 _HEAD = struct.Struct("<QQ")  # bytes of all rows, the last transaction of which rows were dropped
@@ -76,3 +76,11 @@ def _name(txn_id: int, number: int) -> bytes:
 
 def _is_row(name: bytes) -> bool:
     return name.startswith(_LOG) and len(name) == _NAME_BYTES
+
+
+def delete_all(txn: Any, prefix: bytes) -> None:
+    """Deletes the rows of one kind, whose names begin with `prefix`."""
+    cursor = txn.cursor()
+    more = cursor.set_range(prefix)
+    while more and (name := cursor.key()).startswith(prefix):
+        more = cursor.delete() if len(name) <= DIGEST_BYTES else cursor.next()

@@ -1,4 +1,7 @@
-"""The durable copy of the table: LMDB, written in batches without fsync, checked before it is trusted (ADR 1).
+"""The durable copy of the table: LMDB, written in batches, checked before it is trusted (ADR 1).
+
+Under durability "power" every transaction waits for the device, so that after a power cut the file holds the last one
+that was acknowledged, and perhaps the one after it; else nothing is synced before the close (ADR 14).
 
 The index may be lost at any time without harm: it is rebuilt from the trailers. So nothing here raises into the store
 for a storage error; calls answer False, and `errors` and `last_error` tell.
@@ -23,16 +26,10 @@ from typing import Any, NamedTuple
 import lmdb
 
 from kvxfer.errors import IOFault, StoreError
-from kvxfer.io.system import (
-    TEMPORARY,
-    sys_mkdir,
-    sys_rename,
-    sys_unlink,
-)
+from kvxfer.io.system import TEMPORARY, sync_directory, sys_mkdir, sys_rename, sys_unlink
 from kvxfer.report import reporter
 from kvxfer.store import changes, trust
 from kvxfer.store.records import (
-    DIGEST_BYTES,
     LEASES,
     MEMBERS,
     PLACE_BYTES,
@@ -97,8 +94,9 @@ def max_records(map_bytes: int) -> int:
 class Index:
     """One LMDB environment. All calls but `moved` are made with the root's lock."""
 
-    def __init__(self, directory: Path, map_bytes: int) -> None:
+    def __init__(self, directory: Path, map_bytes: int, durability: str = "process") -> None:
         self.directory = directory
+        self._synced, self._kept = durability == "power", durability != "none"
         self._data = os.path.join(directory, DATA)  # looked at often
         self.map_bytes = map_bytes
         self.max_entries = max_records(map_bytes)
@@ -175,8 +173,8 @@ class Index:
         path = self.directory / name
         try:
             self._env = lmdb.open(
-                str(path), map_size=self.map_bytes, subdir=False, mode=0o600, create=True, sync=False,
-                metasync=False, writemap=False, lock=False, max_dbs=0,
+                str(path), map_size=self.map_bytes, subdir=False, mode=0o600, create=True, sync=self._synced,
+                metasync=self._synced, writemap=False, lock=False, max_dbs=0,
             )  # fmt: skip
         except lmdb.Error as exc:
             if "already open in this process" in str(exc):  # no damage: a store of this process was left open
@@ -263,8 +261,21 @@ class Index:
         Nothing is written before one of them has worked: False until then.
         """
         if not self._marked:
-            self._marked = self._mark("open") or self._unmark()
+            state = "synced" if self._synced and not self.lost and self._on_device() else "open"
+            self._marked = self._mark(state) or self._unmark()
         return self._marked
+
+    def _on_device(self) -> bool:
+        """Puts on the device what was written without waiting for it; whether that worked."""
+        if self._env is None:
+            return False
+        try:
+            self._env.sync(True)
+            sync_directory(self.directory)
+        except (lmdb.Error, OSError) as exc:
+            self.failed("sync", exc)
+            return False
+        return True
 
     def _mark(self, state: str) -> bool:
         try:
@@ -381,7 +392,7 @@ class Index:
             with self._env.begin(write=True) as txn:
                 changes.clear(txn)
                 for prefix in (MEMBERS, LEASES, SLABS):
-                    _delete_all(txn, prefix)
+                    changes.delete_all(txn, prefix)
                 for row in rows:
                     txn.put(*item(row))
             self._follow_own()
@@ -410,12 +421,16 @@ class Index:
                     for row in batch:
                         txn.put(*item(row))
             sys_rename(self.directory / (DATA + TEMPORARY), self.directory / DATA)
+            if self._synced:  # or "synced" could come to stand beside the old one
+                sync_directory(self.directory)
             self._follow_own()
         except (lmdb.Error, OSError) as exc:
             self.failed("recreate", exc)
             self.drop()
             return False
         self._broken = False
+        if self._synced:  # it need not hold: an index of which this is not said is rebuilt
+            self._mark("synced")
         return True
 
     def _ready(self) -> bool:
@@ -455,16 +470,12 @@ class Index:
     def close(self, last: bool = True) -> bool:
         """The last process puts everything on the device and says that it is whole; False if that isn't said.
 
-        Nothing is read or written afterwards.
+        Under durability "none" it does neither. Nothing is read or written afterwards.
         """
         self._closed = True
         clean = False
-        if last and self._env is not None and not self._broken:
-            try:
-                self._env.sync(True)
-                clean = True
-            except (lmdb.Error, OSError) as exc:
-                self.failed("sync", exc)
+        if last and self._kept and not self._broken:
+            clean = self._on_device()
         self.drop()
         return clean and self._mark("clean")
 
@@ -484,11 +495,3 @@ class Index:
         env, self._env = self._env, None
         if env is not None:
             env.close()
-
-
-def _delete_all(txn: Any, prefix: bytes) -> None:
-    """Deletes the rows of one kind."""
-    cursor = txn.cursor()
-    more = cursor.set_range(prefix)
-    while more and (name := cursor.key()).startswith(prefix):
-        more = cursor.delete() if len(name) <= DIGEST_BYTES else cursor.next()

@@ -15,7 +15,7 @@ import lmdb
 from kvxfer.config import StoreConfig, slab_cost
 from kvxfer.errors import ConfigError, FormatError, IOFault
 from kvxfer.io.modes import IOMode, probe_mode, refuse_network
-from kvxfer.io.system import sys_mkdir, try_unlink
+from kvxfer.io.system import sync_directory, sys_close, sys_fdatasync, sys_mkdir, sys_open, try_unlink
 from kvxfer.report import reporter
 from kvxfer.store.entry import Entry
 from kvxfer.store.index import TRANSACTION, Index
@@ -78,7 +78,7 @@ def lock_root(config: StoreConfig) -> tuple[RootLock, IOMode | None]:
     mode: IOMode | None = None
     if read_root(root) is None:
         mode = probe_mode(_nearest(root), config.direct)  # refuses before anything is made
-        make_directories(root)
+        make_directories(root, config.durability == "power")
     return RootLock.open(root), mode
 
 
@@ -109,11 +109,11 @@ def open_root(config: StoreConfig, lock: RootLock, others: list[int], mode: IOMo
 
 
 def _check_limits(config: StoreConfig, theirs: StoreConfig, lock: RootLock) -> None:
-    for name in ("capacity_bytes", "max_files", "effective_slab_bytes", "effective_index_map_bytes"):
+    for name in ("capacity_bytes", "max_files", "effective_slab_bytes", "effective_index_map_bytes", "durability"):
         if getattr(config, name) != getattr(theirs, name):
             raise ConfigError(
                 f"{name}={getattr(config, name)}, but processes {lock.pids()} have {config.root} open with "
-                f"{name}={getattr(theirs, name)}: processes of one root share its limits"
+                f"{name}={getattr(theirs, name)}: processes of one root share its limits and its durability"
             )
 
 
@@ -146,10 +146,12 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
     """For the first process: cleans up, opens the slabs that the cap has room for, finds out what they hold.
 
     Raises:
-        IOFault: the directories cannot be made.
+        IOFault: the directories cannot be made, or (durability "power") what is there not be flushed.
     """
     for name in (SLABS, INDEX, NAMESPACES):
         sys_mkdir(config.root / name)
+    if config.durability == "power":
+        _put_on_device(opened, config)
     _note_limits(opened, config)
     _clean_up(opened)
     NamespaceFiles(config).trim()
@@ -159,6 +161,9 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
         records, opened.epochs = loaded.records, dict(loaded.epochs)
         for record in records:
             opened.epochs.setdefault(record.generation >> 32, 0)
+    elif config.durability == "none":
+        records = []
+        _begin_anew(opened, index)
     else:
         most = config.slab_budget[0]  # larger ones go whatever is in them
         scan = scan_slabs([slab for slab in opened.slabs if slab_cost(slab.file_bytes) <= most], threads)
@@ -194,7 +199,8 @@ def join(opened: Opened, config: StoreConfig, index: Index, threads: int) -> lis
     except (lmdb.Error, OSError) as exc:
         index.lost = f"unreadable: {exc}"
     if index.lost:
-        rows = _scan_beside_others(opened, index, threads)
+        scan = None if config.durability == "none" else threads
+        rows = _slabs_beside_others(opened, index, scan)
     known = {row.slab_id for row in rows if isinstance(row, SlabRow)}
     for slab in opened.found:
         if slab.slab_id not in known and not slab.error:  # nobody's, or one that the first process could not open
@@ -207,15 +213,47 @@ def join(opened: Opened, config: StoreConfig, index: Index, threads: int) -> lis
     return rows
 
 
-def _scan_beside_others(opened: Opened, index: Index, threads: int) -> list[Row]:
-    """What the slots say. What other processes have taken is not known: they cannot commit it, and sign in again."""
+def _put_on_device(opened: Opened, config: StoreConfig) -> None:
+    """The directories, and what was stored while nothing was flushed: from here on it counts as acknowledged.
+
+    Raises:
+        IOFault: a flush failed.
+    """
+    if opened.info.durability != "power":
+        for slab in opened.found:
+            if slab.header is not None:
+                fd = sys_open(slab.path, os.O_RDONLY | os.O_NOFOLLOW)
+                try:
+                    sys_fdatasync(fd, slab.path)
+                finally:
+                    sys_close(fd)
+    sync_directory(config.root / SLABS)
+    sync_directory(config.root)
+
+
+def _begin_anew(opened: Opened, index: Index) -> None:
+    """The slabs stay, and what is in them is not looked for."""
+    opened.rebuild_reason = index.lost
+    if opened.slabs:
+        lost = f"begun anew over {len(opened.slabs)} slabs, which hold nothing now (durability='none'): {index.lost}"
+        reporter.warn("rebuild", f"index {lost}")
+
+
+def _slabs_beside_others(opened: Opened, index: Index, threads: int | None) -> list[Row]:
+    """What the slots say (threads given), and which slabs there are.
+
+    What other processes have taken is not known: they cannot commit it, and sign in again.
+    """
     _open_slabs(opened)
-    scan = scan_slabs(opened.slabs, threads)
     rows: list[Row] = [SlabRow(s.slab_id, SlabState.READY, slab_cost(s.file_bytes)) for s in opened.slabs]
-    rows += scan.records
-    rows += [EpochRow(epoch, 0) for epoch in scan.epochs]
-    opened.rebuilds, opened.rebuild_reason = 1, index.lost
-    reporter.warn("rebuild", f"index rebuilt from {len(opened.slabs)} slabs: {index.lost}")
+    if threads is None:
+        _begin_anew(opened, index)
+    else:
+        scan = scan_slabs(opened.slabs, threads)
+        rows += scan.records
+        rows += [EpochRow(epoch, 0) for epoch in scan.epochs]
+        opened.rebuilds, opened.rebuild_reason = 1, index.lost
+        reporter.warn("rebuild", f"index rebuilt from {len(opened.slabs)} slabs: {index.lost}")
     for slab in opened.slabs:
         slab.close()
     opened.slabs = []

@@ -59,6 +59,7 @@ def _fits(layout: SlotLayout | None, key: bytes, reservation: Reservation, mask:
     return (
         reservation.state is SlotState.RESERVED
         and not reservation.lease.void
+        and reservation.generation not in reservation.slab.doubted
         and layout is not None
         and reservation.slab.layout == layout
         and isinstance(key, bytes)

@@ -50,6 +50,7 @@ class SlabRoom:
         self._direct = opened.mode.direct
         # There a page is made in less time when it is written than ahead, and is of use to others until then.
         self._sparse = in_memory(config.root)
+        self._durable = config.durability == "power"
         self._alignment = opened.info.alignment
         self._table = table
         self._index = index
@@ -172,7 +173,9 @@ class SlabRoom:
             self._retry_at = time.monotonic() + RETRY_S
             return Made.FAILED
         try:
-            slab = SlabFile.create(self._directory, slab_id, layout, num_slots, self._direct, self._sparse)
+            slab = SlabFile.create(
+                self._directory, slab_id, layout, num_slots, self._direct, self._sparse, self._durable
+            )
         except IOFault as exc:
             self.errors += 1
             self._retry_at = time.monotonic() + RETRY_S

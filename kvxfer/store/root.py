@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvxfer.config import StoreConfig
-from kvxfer.errors import ConfigError, FormatError
+from kvxfer.errors import ConfigError, FormatError, IOFault
 from kvxfer.io.modes import PROBE_NAME
-from kvxfer.io.system import TEMPORARY, fault, read_small, replace_file, sys_mkdir
+from kvxfer.io.system import TEMPORARY, fault, read_small, replace_file, sync_directory, sys_mkdir
 from kvxfer.slot import ALIGNMENT
 from kvxfer.store.members import LOCK_FILE, RootLock
 from kvxfer.store.slab import SLAB_NAME, scan_directory
@@ -36,20 +36,22 @@ class RootInfo:
     alignment: int
     weight_epoch: int
     limits: Mapping[str, int | None] = field(default_factory=dict)  # with which it was opened last
+    durability: str = "process"  # likewise
 
     def with_limits(self, config: StoreConfig) -> RootInfo:
-        """The same, opened with the limits of `config`."""
-        return replace(self, limits={name: getattr(config, name) for name in _LIMITS})
+        """The same, opened with the limits and the durability of `config`."""
+        limits = {name: getattr(config, name) for name in _LIMITS}
+        return replace(self, limits=limits, durability=config.durability)
 
     def config(self, root: Path) -> StoreConfig:
-        """A configuration with the limits with which the root was opened last.
+        """A configuration with the limits and the durability with which the root was opened last.
 
         Raises:
             ConfigError: it does not say, or they cannot be.
         """
         if self.limits.keys() != set(_LIMITS):
             raise ConfigError(f"{root / ROOT_FILE} does not say with which limits the root was opened last")
-        return StoreConfig.from_mapping({"root": root, **self.limits})
+        return StoreConfig.from_mapping({"root": root, **self.limits, "durability": self.durability})
 
 
 def read_root(root: Path) -> RootInfo | None:
@@ -81,7 +83,8 @@ def read_root(root: Path) -> RootInfo | None:
     if not power or type(epoch) is not int or epoch < 0:
         raise FormatError(f"{path} says alignment {alignment!r}, weight_epoch {epoch!r}: damaged; nothing was changed")
     limits = body.get("limits")
-    return RootInfo(alignment, epoch, limits if isinstance(limits, dict) else {})
+    durability = body.get("durability", "process")  # which roots were before they said it
+    return RootInfo(alignment, epoch, limits if isinstance(limits, dict) else {}, durability)
 
 
 def raise_weight_epoch(root: Path) -> tuple[int, int]:
@@ -144,12 +147,15 @@ def write_root(root: Path, info: RootInfo) -> None:
         "alignment": info.alignment,
         "weight_epoch": info.weight_epoch,
         "limits": dict(info.limits),
+        "durability": info.durability,
     }
     replace_file(root / ROOT_FILE, json.dumps(body).encode() + b"\n")
 
 
-def make_directories(path: Path) -> None:
-    """Makes `path` and the missing ones above it, for the owner alone.
+def make_directories(path: Path, durable: bool) -> None:
+    """Makes `path` and the missing ones above it, for the owner alone, and puts their names on the device.
+
+    Where that does not work it matters if they have to be `durable`.
 
     Raises:
         IOFault: one cannot be made.
@@ -160,6 +166,11 @@ def make_directories(path: Path) -> None:
         path = path.parent
     for directory in reversed(missing):
         sys_mkdir(directory)
+        try:
+            sync_directory(directory.parent)
+        except IOFault:
+            if durable:
+                raise
 
 
 def strangers(root: Path) -> tuple[int, int, list[Path]]:

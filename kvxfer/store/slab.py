@@ -20,8 +20,10 @@ from kvxfer.io.system import (
     TEMPORARY,
     fault,
     read_upto,
+    sync_directory,
     sys_close,
     sys_fallocate,
+    sys_fdatasync,
     sys_ftruncate,
     sys_open,
     sys_rename,
@@ -125,9 +127,9 @@ class SlabFile:
     """
 
     __slots__ = (
-        "_file", "_freed", "_fresh", "_taken", "entries", "file_bytes", "free_slots", "held", "last_used", "layout",
-        "lessees", "name", "num_slots", "owners", "path", "policy", "retired", "slab_id", "slot_bytes", "stuck",
-        "usable",
+        "_file", "_freed", "_fresh", "_taken", "doubted", "entries", "file_bytes", "free_slots", "held", "last_used",
+        "layout", "lessees", "name", "num_slots", "owners", "path", "policy", "retired", "slab_id", "slot_bytes",
+        "stuck", "usable",
     )  # fmt: skip
 
     policy: CachePolicy[Entry]  # of its layout; set by the table that it is attached to
@@ -144,6 +146,7 @@ class SlabFile:
         self.entries: dict[int, Entry] = {}  # by slot; dead ones too, until their slot is free
         self.lessees: dict[int, tuple[int, int]] = {}  # slots that other processes took: the lease they are in
         self.owners: dict[int, int] = {}  # slots that this process took and has not settled: their generations
+        self.doubted: set[int] = set()  # generations of `owners` whose bytes may not reach the device any more
         self.held = 0  # pinned entries, reserved and quarantined slots: the file must stay
         self.last_used = 0  # the table's clock at the latest use of any entry
         self.retired = False  # being removed: gives no slots
@@ -156,9 +159,18 @@ class SlabFile:
 
     @classmethod
     def create(
-        cls, directory: Path, slab_id: int, layout: SlotLayout, num_slots: int, direct: bool, sparse: bool = False
+        cls,
+        directory: Path,
+        slab_id: int,
+        layout: SlotLayout,
+        num_slots: int,
+        direct: bool,
+        sparse: bool = False,
+        durable: bool = False,
     ) -> SlabFile:
         """A new slab, all of it preallocated, or (sparse) its header alone. It appears under its name when it is whole.
+
+        Durable: its name outlives a power cut, and with the first `flush` its size and its header.
 
         Raises:
             IOFault: a call failed (ENOSPC: no room for it); nothing is left behind.
@@ -179,6 +191,9 @@ class SlabFile:
             page.array[:] = np.frombuffer(pack_header(slab_id, layout, num_slots), dtype=np.uint8)
             file.write(page.array)
             sys_rename(temporary, path)
+            if durable:
+                undo.callback(try_unlink, path)
+                sync_directory(directory)
             undo.pop_all()
         slab = cls(path, file, SlabHeader(slab_id, num_slots, layout))
         slab.occupy(set())
@@ -256,6 +271,14 @@ class SlabFile:
             IOFault: the call failed.
         """
         return self._file.read(buffer.array, nbytes, offset)
+
+    def flush(self) -> None:
+        """Waits until what was written so far, by whomever, is on the device.
+
+        Raises:
+            IOFault: it may not be, nor ever be, even if a later flush works: the kernel reports what it lost once.
+        """
+        sys_fdatasync(self._file.fd, self.path)
 
     def is_named(self) -> bool:
         """Whether its file is still the one under its name."""

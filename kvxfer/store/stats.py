@@ -50,6 +50,7 @@ class StoreStats:
     replacements: int  # commits that took the place of an entry with fewer blocks
     duplicates: int  # commits of what was there already
     failed_commits: int
+    failed_flushes: int  # of slabs before a commit, under durability "power"
     refused_reservations: int  # slots asked for and not given
     evictions: dict[str, int]
     invalidations: dict[str, int]
@@ -73,6 +74,7 @@ class Counts:
     replacements: int = 0
     duplicates: int = 0
     failed_commits: int = 0
+    failed_flushes: int = 0
     refused_reservations: int = 0
     busy: int = 0
     namespace_errors: int = 0

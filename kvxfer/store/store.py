@@ -51,6 +51,7 @@ from kvxfer.store.opening import lock_root
 from kvxfer.store.publisher import Publisher
 from kvxfer.store.records import gone
 from kvxfer.store.root import raise_weight_epoch, read_root, root_stamp, write_root
+from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import Counts, StoreStats, gather
 from kvxfer.store.table import Policies
 
@@ -334,7 +335,9 @@ class Store:
         """Publishes chunks that were written: (key, its reservation, mask of valid blocks).
 
         An entry under the key that lacks some of the blocks is replaced; one that has them all stays, and the new slot
-        is free again. Reservations are settled either way, but for quarantined ones. `access`: as for `pin`.
+        is free again. Reservations are settled either way, but for quarantined ones. `access`: as for `pin`. Under
+        durability "power" one flush of each slab, and one of the index for each TRANSACTION of them, serve all of the
+        call.
 
         Returns:
             For each item, whether its blocks can be looked up now.
@@ -344,6 +347,8 @@ class Store:
         """
         outcome: list[bool] = []
         access = Access().place([key for key, _, _ in items]) if access is None else access
+        if self.config.durability == "power":
+            self._flush({slot.slab for _, slot, _ in items if slot.state is SlotState.RESERVED})
         try:
             with self._changing():
                 for start in range(0, len(items), TRANSACTION):
@@ -357,6 +362,17 @@ class Store:
             self.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
             raise
         return outcome
+
+    def _flush(self, slabs: Iterable[SlabFile]) -> None:
+        """Waits for the device, before any lock is taken; what did not get there is not committed."""
+        for slab in slabs:
+            try:
+                slab.flush()
+            except IOFault as exc:
+                self._counts.failed_flushes += 1
+                reporter.warn("flush", f"{slab.name} cannot be flushed; what was written is dropped: {exc}", error=exc)
+                with self._table.lock:  # of whatever was written in it by now
+                    slab.doubted.update(slab.owners.values())
 
     def release(self, reservations: Iterable[Reservation]) -> None:
         """Gives slots back unwritten, or those in quarantine whose write has returned."""

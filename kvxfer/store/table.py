@@ -279,6 +279,7 @@ class Table:
         slab = reservation.slab
         if slab.owners.get(reservation.slot) == reservation.generation:
             del slab.owners[reservation.slot]
+            slab.doubted.discard(reservation.generation)
         self._let_go(slab)
         self.leases.settle(reservation, told)
 

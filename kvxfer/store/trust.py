@@ -38,7 +38,7 @@ def distrust(directory: Path) -> str:
         format_, boot, mark = state["format"], state["boot_id"], state["state"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return "state.json is missing or damaged"
-    if format_ != _FORMAT or mark not in ("open", "clean"):
+    if format_ != _FORMAT or mark not in ("open", "synced", "clean"):
         return f"state.json is of format {format_!r}, state {mark!r}"
     if mark == "open" and (not boot or boot != boot_id()):
         return "the machine went down while the index was open"
@@ -57,7 +57,8 @@ def damage(directory: Path) -> str:
 
 
 def mark(directory: Path, state: str) -> None:
-    """Says on disk that the index is "open" (being written) or "clean" (whole).
+    """Says on disk that the index is "open" (being written), "clean" (whole), or "synced" (whole after every
+    transaction, since each waits for the device).
 
     Raises:
         IOFault: it could not be written; what was said before still stands.

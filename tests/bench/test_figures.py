@@ -162,3 +162,12 @@ def test_a_child_that_fails_is_a_wrong_answer(tmp_path: Path) -> None:
     rows = resident.measure_growth(tmp_path, 1, 1)
     assert {(row.ok, row.figure) for row in rows} == {(WRONG, None)}
     assert "exit status 1" in rows[0].why
+
+
+def test_the_rows_of_durability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(tmp_path, "durability").rows
+    assert [(row.impl, row.ok) for row in rows] == [("none", OK), ("process", OK), ("power", OK)]
+    assert all(row.figure for row in rows)
+    commit = Store.commit
+    monkeypatch.setattr(Store, "commit", lambda *args: [*commit(*args)[:-1], False])
+    assert [row.ok for row in rows_of(tmp_path, "durability").rows] == [WRONG] * 3

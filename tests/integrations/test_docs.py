@@ -47,7 +47,8 @@ def test_the_readme_pastes_the_same() -> None:
 
 
 def test_several_roots_are_a_list() -> None:
-    config = TierConfig.from_keys({"root_dir": ["/a", "/b"], "capacity_bytes": 1 << 30})
+    config = TierConfig.from_keys({"root_dir": ["/a", "/b"], "capacity_bytes": 1 << 30, "durability": "power"})
+    assert {store.durability for store in config.stores} == {"power"}
     assert [str(store.root) for store in config.stores] == ["/a", "/b"]
     assert {store.capacity_bytes for store in config.stores} == {1 << 30}
     for wrong, why in (([], "a list of such paths"), (["/a", 5], "a list of such paths"), (["/a", "/a/"], "twice")):

@@ -39,7 +39,7 @@ ROW = 64 << 10
         ({"root_dir": ["/a", "/b", "/b/../a"]}, "names a directory twice"),
         ({"root_dir": None}, "root_dir' is missing"),
         ({"policy": "mru"}, "policy='mru' must be one of lru, arc, s3fifo"),
-        ({"durability": "fsync"}, "durability='fsync' is not built yet"),
+        ({"durability": "fsync"}, "durability='fsync' must be one of none, process, power"),
         ({"locality": "REMOTE"}, "locality='REMOTE' must be"),
         ({"deadline_s": 0}, "deadline_s=0 must be a positive number"),
         ({"recompute_tokens_per_s": "fast"}, "recompute_tokens_per_s='fast'"),

@@ -17,7 +17,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-static long calls, hits;
+long kvx_lmdb_calls, kvx_lmdb_hits; /* since the process started; a fork has its own */
 
 static int on_index(int fd) {
   char link[64], target[4096];
@@ -42,14 +42,15 @@ static int decide(const char *op, int fd) {
   long from;
   if (!rule || sscanf(rule, "%15[^:]:%15[^:]:%ld", kind, action, &from) != 3) return PASS;
   if (strcmp(kind, op) != 0 || !on_index(fd) || (armed && access(armed, F_OK) != 0)) return PASS;
-  long n = ++calls;
+  long n = ++kvx_lmdb_calls;
   if (strncmp(action, "kill", 4) == 0) {
     if (n != from) return PASS;
+    ++kvx_lmdb_hits;
     if (strcmp(action, "kill-before") == 0) die();
     return strcmp(action, "kill-half") == 0 ? KILL_HALF : KILL_AFTER;
   }
-  if (n < from || (limit && hits >= atol(limit))) return PASS;
-  ++hits;
+  if (n < from || (limit && kvx_lmdb_hits >= atol(limit))) return PASS;
+  ++kvx_lmdb_hits;
   errno = atoi(action);
   return FAIL;
 }

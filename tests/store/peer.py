@@ -437,6 +437,15 @@ class Actor:
                 counts = {name: count + part.get(name, 0) for name, count in counts.items()}
         return counts
 
+    def gauges(self) -> dict[str, int]:
+        """What is in use while no job is under way."""
+        stats = self.store.stats()
+        return {
+            "held": stats.pinned_entries + stats.reserved_slots + stats.quarantined_slots,
+            "leaked": sum(engine.stats()["leaked_bytes"] for engine in self._engines[:2]),
+            "threads": len(os.listdir("/proc/self/task")), "descriptors": self.fds() - stats.slabs,
+        }  # fmt: skip
+
     def shutdown(self) -> None:
         for engine in self._engines[:2]:
             engine.shutdown()
