@@ -43,6 +43,7 @@ from kvxfer.store.records import (
     Item,
     Put,
     Row,
+    UsedRow,
     gone,
     item,
     parse,
@@ -56,7 +57,7 @@ BATCH = 4096  # records of one transaction when the index is written anew
 TRANSACTION = 256
 _MAX_EPOCHS = 65536
 # A record in pages that are half full, and pages that three transactions in a row may hold before they can be reused.
-_RECORD_BYTES, _FIXED_BYTES, _TOUCHED_BYTES, _VERSIONS = 330, 64 << 10, 4 << 20, 3
+_RECORD_BYTES, _FIXED_BYTES, _TOUCHED_BYTES, _VERSIONS = 340, 64 << 10, 4 << 20, 3
 _LOG_SHARE = 16  # the log of changes has this part of the file
 # After these the environment is of no more use, or has no room even to delete.
 _BROKEN = tuple(
@@ -80,10 +81,11 @@ class _File(Enum):
 
 
 class Loaded(NamedTuple):
-    """What an index held: records, and used epochs with the order of their use."""
+    """What an index held: records, used epochs with the order of their use, and times of use."""
 
     records: list[IndexRecord]
     epochs: dict[int, int]
+    uses: list[UsedRow]
 
 
 def max_records(map_bytes: int) -> int:
@@ -136,7 +138,7 @@ class Index:
         self._reopen()
         rows = self.everything()
         records = [row for row in rows if isinstance(row, IndexRecord)]
-        return Loaded(records, {row.epoch: row.order for row in rows if isinstance(row, EpochRow)})
+        return Loaded(records, dict(self._epochs), [row for row in rows if isinstance(row, UsedRow)])
 
     def join(self) -> list[Row]:
         """Opens the index that other processes have open, and reads it.

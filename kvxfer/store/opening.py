@@ -22,7 +22,7 @@ from kvxfer.store.index import TRANSACTION, Index
 from kvxfer.store.members import RootLock
 from kvxfer.store.namespaces import NamespaceFiles
 from kvxfer.store.rebuild import scan_slabs
-from kvxfer.store.records import EpochRow, IndexRecord, MemberRow, Row, SlabRow, SlabState
+from kvxfer.store.records import EpochRow, IndexRecord, MemberRow, Row, SlabRow, SlabState, UsedRow, gone
 from kvxfer.store.root import (
     INDEX,
     NAMESPACES,
@@ -51,6 +51,7 @@ class Opened:
     slabs: list[SlabFile] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)  # the least recent first
     epochs: dict[int, int] = field(default_factory=dict)  # used ones, in the order of their use where that is known
+    uses: list[UsedRow] = field(default_factory=list)
     next_slab_id: int = 1
     shrunk: int = 0  # entries dropped because the cap is smaller now
     slab_errors: int = 0
@@ -156,7 +157,7 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
     loaded = index.load()
     headers = _open_slabs(opened)
     if loaded is not None:
-        records, opened.epochs = loaded.records, dict(loaded.epochs)
+        records, opened.epochs, opened.uses = loaded.records, dict(loaded.epochs), loaded.uses
         for record in records:
             opened.epochs.setdefault(record.generation >> 32, 0)
     else:
@@ -172,11 +173,16 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
     opened.shrunk += _trim_slabs(opened, config, records)
     whole = {slab.slab_id: _restore(opened, slab, *headers[slab.slab_id]) for slab in opened.slabs}
     dropped = _believe(opened, index, records, whole)
-    index.living = lambda: map(IndexRecord.of, opened.entries)
+    there = {slab.slab_id for slab in opened.found if slab.slab_id in whole or slab.path.exists()}
+    stale = [gone(row) for row in opened.uses if row.slab_id not in there]
+    opened.uses = [row for row in opened.uses if row.slab_id in there]
+    index.living = lambda: [*map(IndexRecord.of, opened.entries), *opened.uses]
     index.mark_open()
     if loaded is None or index.data_bytes > index.map_bytes:
         index.recreate(index.living(), opened.epochs)
     else:
+        for start in range(0, len(stale), TRANSACTION):
+            index.apply((), (), stale[start : start + TRANSACTION])
         for start in range(0, len(dropped), TRANSACTION):
             index.apply(dropped[start : start + TRANSACTION], ())
 

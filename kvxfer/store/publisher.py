@@ -42,6 +42,9 @@ class Publisher:
             entry = Entry(digest, key, reservation.slab, reservation.slot, reservation.generation, mask)
             planned[key] = entry, reservation
             puts[key] = Put(IndexRecord.of(entry), known.generation if known else 0)
+        with self._table.lock:  # before the index hears of it: other processes are to know both at once
+            for entry, _ in planned.values():
+                self._table.uses.note(entry.slab.slab_id, entry.slot)
         done = self._ledger.tell(list(puts.values()), committed=[one for _, one in planned.values()])
         if done:
             self._counts.replacements += self._table.install(planned.values())

@@ -373,7 +373,7 @@ class Store:
             return False  # whoever has it looks for itself
         try:
             reap = not self._follower.is_alone and time.monotonic() >= self._next_reap
-            mine = self._ledger.has_something_to_say or self._index.is_broken
+            mine = self._ledger.has_something_to_say or self._table.uses.has_changed or self._index.is_broken
             return reap or mine or self._index.moved()
         finally:
             self._change.release()
@@ -455,7 +455,7 @@ class Store:
     def _leave(self) -> None:
         """Tells the other processes, or the next one, that this one has nothing here any more."""
         self._follower.catch_up()
-        self._ledger.settle()
+        self._ledger.settle(everything=True)
         if not self._table.leases.own_rows():
             self._index.apply([], [], [gone(self._follower.me)])
             self._index.close(last=not self._lock.others())

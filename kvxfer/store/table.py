@@ -19,6 +19,7 @@ from kvxfer.store.leases import Leases
 from kvxfer.store.records import IndexRecord, LeaseRow, Row
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
+from kvxfer.store.uses import UseTimes
 
 Policies = Callable[[], CachePolicy[Entry]]
 _NONE: dict[bytes, Entry] = {}
@@ -44,6 +45,7 @@ class Table:
         self.lock = threading.Lock()
         self.generations = generations
         self.leases = Leases(generations.epoch)
+        self.uses = UseTimes()
         # What lookups see: namespaces registered since the weight epoch began. Written under the lock, read without.
         self.served: dict[bytes, dict[bytes, Entry]] = {}
         self.layouts: dict[bytes, SlotLayout] = {}
@@ -120,6 +122,7 @@ class Table:
                     self._free_if_unused(entry)
                 else:
                     self._used(entry)
+                    self.uses.note(entry.slab.slab_id, entry.slot)
                     entry.slab.policy.unpin(entry)
         self.close_idle()
 
@@ -132,6 +135,7 @@ class Table:
             for key in keys:
                 if (entry := table.get(key)) is not None:
                     self._used(entry)
+                    self.uses.note(entry.slab.slab_id, entry.slot)
                     entry.slab.policy.touch(entry)
 
     def _used(self, entry: Entry) -> None:
