@@ -30,6 +30,7 @@ _DIRECTORY_ENTRY = 64  # bytes that one more slab's name may cost its directory
 _INDEX_MIN, _INDEX_MID, _INDEX_MAX = _MIB, 64 * _MIB, 1 << 40  # the largest can be mapped by any 64-bit process
 _MAX_NAMESPACES = 64
 _LEAST_CAPACITY = 4 * _MIB
+_MAX_TTL_S = 10 * 365 * 86400
 SPARE_DESCRIPTORS = 64  # open files of a process beside its store's slabs
 
 
@@ -78,6 +79,8 @@ class StoreConfig:
     io: str = "auto"  # backend of the engine's jobs: auto (the best there is) | posix, so far the only one
     direct: str = "auto"  # O_DIRECT: auto (where it works) | on (or refuse to open) | off
     index_map_bytes: int | None = None  # cap of the index file; None: a share of the capacity
+    ttl_s: float | None = None  # chunks that nobody used for so long are removed, at most ten minutes later
+    scrub_bytes_per_s: int | None = None  # a thread reads and checks what is stored, again and again, at this rate
     open_timeout_s: float = 60.0  # how long an open waits for a process that has the root locked: it may be scanning it
 
     def __post_init__(self) -> None:
@@ -105,6 +108,10 @@ class StoreConfig:
                     f"index_map_bytes={self.index_map_bytes} must be a multiple of {ALIGNMENT}, at most {_INDEX_MAX}"
                 )
         _check_seconds(self, 0.0, "open_timeout_s")
+        if self.ttl_s is not None and (type(self.ttl_s) not in (int, float) or not 60 <= self.ttl_s <= _MAX_TTL_S):
+            raise ConfigError(f"ttl_s={self.ttl_s!r} must be a number of seconds in 60..{_MAX_TTL_S}")
+        if self.scrub_bytes_per_s is not None:
+            _check_integers(self, 1, "scrub_bytes_per_s")
         self.check_room(0, 0)
 
     @classmethod

@@ -99,6 +99,28 @@ def whole_number(text: str) -> int:
         raise typer.BadParameter(f"{text!r}: allowed are whole numbers") from None
 
 
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def duration(text: str) -> float:
+    """An option's time in seconds: `90s`, `15m`, `12h`, `7d` or `2w`.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    number, unit = text[:-1], text[-1:]
+    if not (number.isascii() and number.isdigit() and len(number) <= 9 and unit in _UNITS):
+        raise typer.BadParameter(f"{text!r}: allowed are whole numbers and a unit: 90s, 15m, 12h, 7d, 2w")
+    return int(number) * _UNITS[unit]
+
+
+def declined(as_json: bool) -> typer.Exit:
+    """What ends a command to which somebody said no."""
+    if as_json:
+        print_json({"error": {"type": "Declined", "message": "nothing was changed"}})
+    return typer.Exit(FAILED)
+
+
 def as_object(value: Any) -> dict[str, Any]:
     """A probe's fields for `--json`."""
     return {"ok": value.ok, "why": value.why, **value.found}

@@ -129,11 +129,11 @@ def _retried(name: str, fd: int, nbytes: int) -> int:
     return result
 
 
-def write_all(fd: int, data: bytes, offset: int, path: Path) -> None:
+def write_all(fd: int, data: bytes | memoryview, offset: int, path: Path) -> None:
     """Writes all of `data` at `offset`, over as many calls as it takes."""
     moved = 0
     while moved < len(data):
-        left = data[moved : moved + _CHUNK]
+        left = bytes(data[moved : moved + _CHUNK])
         result = int(_native.lib().kvx_sys_pwrite(fd, left, len(left), offset + moved))
         if result == -errno.EINTR:
             continue

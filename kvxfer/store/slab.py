@@ -257,6 +257,14 @@ class SlabFile:
         """
         return self._file.read(buffer.array, nbytes, offset)
 
+    def write(self, buffer: AlignedBuffer, offset: int) -> None:
+        """Writes all of the buffer in the calling thread.
+
+        Raises:
+            IOFault: the call failed.
+        """
+        self._file.write(buffer.array, len(buffer), offset)
+
     def is_named(self) -> bool:
         """Whether its file is still the one under its name."""
         try:

@@ -35,6 +35,7 @@ from kvxfer.report import reporter
 from kvxfer.slot import SlotLayout
 from kvxfer.store.allocator import Allocator
 from kvxfer.store.assembly import Parts, assemble
+from kvxfer.store.cleaner import Cleaner
 from kvxfer.store.entry import Entry, Reservation, SlotState
 from kvxfer.store.housekeeper import keep_house
 from kvxfer.store.index import TRANSACTION
@@ -46,6 +47,7 @@ from kvxfer.store.opening import lock_root
 from kvxfer.store.publisher import Publisher
 from kvxfer.store.records import gone
 from kvxfer.store.root import raise_weight_epoch, read_root, root_stamp, write_root
+from kvxfer.store.scrub import keep_scrubbing
 from kvxfer.store.stats import Counts, StoreStats, gather
 from kvxfer.store.table import Policies
 
@@ -69,6 +71,7 @@ class Store:
         self._counts = Counts()
         self._publisher = Publisher(self._table, self._ledger, self._counts)
         self._namespaces = NamespaceFiles(config)
+        self._cleaner = Cleaner(self._table, parts.room, self._ledger, self._namespaces, config.ttl_s)
         self._change = threading.RLock()
         self._looking = threading.Lock()  # at kvxfer.json
         self._info = parts.opened.info
@@ -117,6 +120,8 @@ class Store:
         weakref.finalize(store, lock.drop).atexit = False  # one that is forgotten leaves no seat taken
         if housekeeping:
             keep_house(weakref.ref(store), store._stop)
+        if config.scrub_bytes_per_s is not None:
+            keep_scrubbing(weakref.ref(store), store._stop, config.scrub_bytes_per_s)
         return store
 
     @classmethod
@@ -361,7 +366,10 @@ class Store:
                     self._next_reap = time.monotonic() + REAP_S
                     self._follower.reap()
                     self._follower.retry()
-                return usable and self._ledger.settle()
+                done = usable and self._ledger.settle()
+                if done:
+                    self._cleaner.tend()
+                return done
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
             return False
@@ -374,9 +382,19 @@ class Store:
         try:
             reap = not self._follower.is_alone and time.monotonic() >= self._next_reap
             mine = self._ledger.has_something_to_say or self._table.uses.has_changed or self._index.is_broken
-            return reap or mine or self._index.moved()
+            return reap or mine or self._cleaner.is_due or self._index.moved()
         finally:
             self._change.release()
+
+    @contextmanager
+    def cleaning(self) -> Iterator[Cleaner]:
+        """What removes chunks, slabs and namespaces, with the locks of changes: for steps that are short.
+
+        Raises:
+            StoreError, IOFault: the store is closed; another process keeps the root locked; it cannot be locked.
+        """
+        with self._changing():
+            yield self._cleaner
 
     @contextmanager
     def _changing(self, mending: bool = False) -> Iterator[None]:
@@ -401,6 +419,11 @@ class Store:
             raise ForkError(f"{self.config.root} was opened by process {self._pid}: open it anew in this one")
         if self._closed and not closed_ok:
             raise StoreError(f"the store at {self.config.root} is closed")
+
+    def count_scrubbed(self, nbytes: int) -> None:
+        """A scrub has found a chunk of `nbytes` bytes to be right."""
+        self._counts.scrubbed_chunks += 1
+        self._counts.scrubbed_bytes += nbytes
 
     def stats(self) -> StoreStats:
         """Counters and gauges; takes the table's lock alone."""
