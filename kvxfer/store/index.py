@@ -23,12 +23,7 @@ from typing import Any, NamedTuple
 import lmdb
 
 from kvxfer.errors import IOFault, StoreError
-from kvxfer.io.system import (
-    TEMPORARY,
-    sys_mkdir,
-    sys_rename,
-    sys_unlink,
-)
+from kvxfer.io.system import TEMPORARY, check_plain, mkdir_within, share_path, sys_rename, sys_unlink
 from kvxfer.report import reporter
 from kvxfer.store import changes, trust
 from kvxfer.store.records import (
@@ -123,7 +118,7 @@ class Index:
     def load(self) -> Loaded | None:
         """What the index holds; None, with `lost` set, if it cannot be trusted and must be written anew."""
         try:
-            sys_mkdir(self.directory)
+            mkdir_within(self.directory)
             self.lost = trust.distrust(self.directory)
             if not self.lost:
                 loaded = self._read_all()
@@ -175,6 +170,7 @@ class Index:
         self.drop()
         self._close_inherited()
         path = self.directory / name
+        check_plain(path)  # LMDB would follow a link, and wait for a pipe
         try:
             self._env = lmdb.open(
                 str(path), map_size=self.map_bytes, subdir=False, mode=0o600, create=True, sync=False,
@@ -187,6 +183,7 @@ class Index:
                 ) from exc
             raise
         status = os.stat(path)
+        share_path(path)
         self._inode, self._size = status.st_ino, status.st_size
         self._position = 0
         self._broken = False

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvxfer.config import StoreConfig
 from kvxfer.errors import IOFault, StoreError
-from kvxfer.io.system import fault, read_small, replace_file, sys_mkdir, try_unlink
+from kvxfer.io.system import fault, mkdir_within, read_small, replace_file, try_unlink
 from kvxfer.keys import Namespace
 from kvxfer.report import reporter
 from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
@@ -64,8 +64,8 @@ class NamespaceFiles:
         if place.is_symlink():
             raise fault(errno.ELOOP, "a namespace's directory must be none of another place", place)
         self._make_room(_cost(len(text)), in_use | {digest})
-        sys_mkdir(self._directory)
-        sys_mkdir(place)
+        mkdir_within(self._directory)
+        mkdir_within(place)
         replace_file(path, text, durable=False)  # one that is damaged is written again
 
     def touch(self, in_use: set[bytes]) -> None:

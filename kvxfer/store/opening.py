@@ -15,7 +15,7 @@ import lmdb
 from kvxfer.config import StoreConfig, slab_cost
 from kvxfer.errors import ConfigError, FormatError, IOFault
 from kvxfer.io.modes import IOMode, probe_mode, refuse_network
-from kvxfer.io.system import sys_mkdir, try_unlink
+from kvxfer.io.system import mkdir_within, try_unlink
 from kvxfer.report import reporter
 from kvxfer.store.entry import Entry
 from kvxfer.store.index import TRANSACTION, Index
@@ -80,7 +80,17 @@ def lock_root(config: StoreConfig) -> tuple[RootLock, IOMode | None]:
     if read_root(root) is None:
         mode = probe_mode(_nearest(root), config.direct)  # refuses before anything is made
         make_directories(root)
+    _check_owner(root)
     return RootLock.open(root), mode
+
+
+def _check_owner(root: Path) -> None:
+    """Says where somebody else could change the root: nothing in it protects against forged bytes."""
+    status = os.stat(root)
+    if status.st_uid != os.geteuid():
+        reporter.warn("owner", f"{root} belongs to user {status.st_uid}, this process is of {os.geteuid()}")
+    if status.st_mode & 0o002:
+        reporter.warn("mode", f"{root} can be changed by every user (mode {status.st_mode & 0o7777:o}): chmod 0700 it")
 
 
 def open_root(config: StoreConfig, lock: RootLock, others: list[int], mode: IOMode | None) -> Opened:
@@ -150,7 +160,7 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
         IOFault: the directories cannot be made.
     """
     for name in (SLABS, INDEX, NAMESPACES):
-        sys_mkdir(config.root / name)
+        mkdir_within(config.root / name)
     _note_limits(opened, config)
     _clean_up(opened)
     NamespaceFiles(config).trim()

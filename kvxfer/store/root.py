@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ ROOT_FILE, NAMESPACE_FILE = "kvxfer.json", "namespace.json"
 SLABS, INDEX, NAMESPACES = "slabs", "index", "namespaces"
 _DIGEST_NAME = re.compile(r"[0-9a-f]{64}")
 _SMALL = 1 << 16
+MAX_ALIGNMENT = 1 << 20  # buffers are made of it
 
 
 _LIMITS = ("capacity_bytes", "max_files", "slab_bytes", "index_map_bytes")
@@ -60,6 +62,9 @@ def read_root(root: Path) -> RootInfo | None:
         IOFault: it cannot be read.
     """
     path = root / ROOT_FILE
+    for name in (SLABS, INDEX, NAMESPACES):
+        if os.path.lexists(root / name) and not _is_directory(root / name):
+            raise FormatError(f"{root / name} is no directory of its own, but a link or a file; nothing was changed")
     raw = read_small(path, _SMALL)
     if raw is None and _is_empty(root):
         return None
@@ -77,11 +82,18 @@ def read_root(root: Path) -> RootInfo | None:
             "Nothing was changed: use the kvxfer that wrote it, or give another root"
         )
     alignment, epoch = body.get("alignment"), body.get("weight_epoch")
-    power = type(alignment) is int and alignment >= ALIGNMENT and alignment & (alignment - 1) == 0
-    if not power or type(epoch) is not int or epoch < 0:
+    power = type(alignment) is int and ALIGNMENT <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0
+    if not power or type(epoch) is not int or not 0 <= epoch < 1 << 63:
         raise FormatError(f"{path} says alignment {alignment!r}, weight_epoch {epoch!r}: damaged; nothing was changed")
     limits = body.get("limits")
     return RootInfo(alignment, epoch, limits if isinstance(limits, dict) else {})
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def raise_weight_epoch(root: Path) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from kvxfer.io.system import (
     TEMPORARY,
     fault,
     read_upto,
+    share,
     sys_close,
     sys_fallocate,
     sys_ftruncate,
@@ -171,6 +172,7 @@ class SlabFile:
             undo.callback(try_unlink, temporary)
             file = PosixFile(fd, path.name, direct)
             undo.callback(file.close)
+            share(file.fd, temporary)
             nbytes = slab_file_bytes(layout, num_slots)
             sys_fallocate(file.fd, layout.alignment if sparse else nbytes, temporary)
             if sparse:
@@ -329,7 +331,7 @@ def inspect_slab(path: Path, slab_id: int, alignment: int) -> FoundSlab:
         size, blocks = status.st_size, status.st_blocks * 512
         if not stat.S_ISREG(status.st_mode):
             return FoundSlab(path, slab_id, size, blocks, None, f"{path} is no regular file")
-        fd = sys_open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        fd = sys_open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             page = read_upto(fd, ALIGNMENT, 0, path)
         finally:

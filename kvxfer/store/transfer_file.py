@@ -21,6 +21,7 @@ from kvxfer.io.system import read_upto, sys_close, sys_open
 from kvxfer.keys import Namespace
 from kvxfer.slot import SlotLayout, round_up
 from kvxfer.staging import AlignedBuffer
+from kvxfer.store.root import MAX_ALIGNMENT
 
 MAGIC, END = b"KVXPORT1", b"KVXPEND1"
 VERSION = 1
@@ -29,7 +30,6 @@ _END = struct.Struct("<8sQ")  # magic, slots
 _CRC_BYTES = 4
 END_BYTES = _END.size + _CRC_BYTES
 MAX_TEXT = 1 << 17
-MAX_ALIGNMENT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

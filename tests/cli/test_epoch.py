@@ -13,6 +13,9 @@ from tests.store import damage, rig
 from tests.store.damage import NEWER
 
 
+HOUSEKEEPING = ("gc", "scrub", "export", "import", "reset", "rebuild-index")
+
+
 def stored(root: Path) -> tuple[int, int]:
     """(weight epoch, rows that are found)."""
     names = [rig.key(i) for i in range(damage.ROWS)]
@@ -73,6 +76,15 @@ def test_a_newer_format_is_left_as_it_is(tmp_root: Path, capsys: pytest.CaptureF
 
 
 def test_help_lists_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["demo"], ["doctor"], ["inspect"], ["verify"], ["epoch"], ["epoch", "bump"], []):
+    for command in (
+        ["demo"],
+        ["doctor"],
+        ["inspect"],
+        ["verify"],
+        *([name] for name in HOUSEKEEPING),
+        ["epoch"],
+        ["epoch", "bump"],
+        [],
+    ):
         assert main([*command, "--help"]) == 0
         assert "Exit codes: 0" in capsys.readouterr().out, command
