@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import kvxfer
-from kvxfer.cli import bench, demo, doctor, epoch, gc, inspect, port, reset, scrub, verify
+from kvxfer.cli import bench, demo, doctor, epoch, gc, inspect, port, quota, reset, scrub, verify
 from kvxfer.cli.output import BAD_INPUT, FAILED
 
 WRONG_BYTES = FAILED  # what the demo finds
@@ -36,6 +36,7 @@ app.command(name="gc", epilog=gc.EPILOG)(gc.command)
 app.command(name="scrub", epilog=scrub.EPILOG)(scrub.command)
 app.command(name="export", epilog=port.EXPORT_EPILOG)(port.export)
 app.command(name="import", epilog=port.IMPORT_EPILOG)(port.import_)
+app.command(name="quota", epilog=quota.EPILOG)(quota.command)
 app.command(name="reset", epilog=reset.RESET_EPILOG)(reset.reset)
 app.command(name="rebuild-index", epilog=reset.REBUILD_EPILOG)(reset.rebuild)
 app.add_typer(epoch.app, name="epoch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -112,6 +113,20 @@ def duration(text: str) -> float:
     if not (number.isascii() and number.isdigit() and len(number) <= 9 and unit in _UNITS):
         raise typer.BadParameter(f"{text!r}: allowed are whole numbers and a unit: 90s, 15m, 12h, 7d, 2w")
     return int(number) * _UNITS[unit]
+
+
+_SIZE = re.compile(r"([0-9]{1,15})(?:([KMGT])(?:iB)?)?")
+
+
+def nbytes(text: str) -> int:
+    """An option's size in bytes: `10G`, `512MiB`, `4096`; units are powers of 1024.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    if (match := _SIZE.fullmatch(text)) is None:
+        raise typer.BadParameter(f"{text!r}: allowed are sizes such as 4096, 512M or 10GiB")
+    return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
 
 
 def declined(as_json: bool) -> typer.Exit:

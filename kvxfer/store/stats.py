@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvxfer.store.assembly import Parts
 
 # Every reason is there from the start, at zero.
-EVICTION_REASONS = ("capacity", "reclaimed", "index", "shrunk")
+EVICTION_REASONS = ("capacity", "reclaimed", "index", "shrunk", "quota")
 INVALIDATION_REASONS = ("truncated", "bad_trailer", "foreign", "bad_sum", "layout", "expired", "removed", "other")
 
 

@@ -23,7 +23,6 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,7 +45,7 @@ from kvxfer.store.open_here import refuse_twice, remember
 from kvxfer.store.opening import lock_root
 from kvxfer.store.publisher import Publisher
 from kvxfer.store.records import gone
-from kvxfer.store.root import raise_weight_epoch, read_root, root_stamp, write_root
+from kvxfer.store.root import next_epoch, raise_weight_epoch, read_root, root_stamp, write_root
 from kvxfer.store.scrub import keep_scrubbing
 from kvxfer.store.stats import Counts, StoreStats, gather
 from kvxfer.store.table import Policies
@@ -69,12 +68,13 @@ class Store:
         self._ledger = Ledger(self._table, self._index)
         self._allocator = Allocator(self._table, parts.room, self._index, self._ledger)
         self._counts = Counts()
-        self._publisher = Publisher(self._table, self._ledger, self._counts)
+        self._publisher = Publisher(self._table, self._ledger, self._allocator, self._counts)
         self._namespaces = NamespaceFiles(config)
         self._cleaner = Cleaner(self._table, parts.room, self._ledger, self._namespaces, config.ttl_s)
         self._change = threading.RLock()
         self._looking = threading.Lock()  # at kvxfer.json
         self._info = parts.opened.info
+        self._table.shares.quotas = self._info.quotas
         self._stamp = root_stamp(config.root)
         self._pid = os.getpid()
         self._closed = False
@@ -170,7 +170,7 @@ class Store:
         """
         with self._changing():
             try:
-                write_root(self.config.root, replace(self._info, weight_epoch=self._info.weight_epoch + 1))
+                write_root(self.config.root, next_epoch(self.config.root, self._info))
             finally:
                 self.look_at_root()  # it may be there although it is not known to be on the device
             return self.weight_epoch
@@ -189,9 +189,11 @@ class Store:
                 reporter.warn("root", f"{self.config.root} cannot be read any more: {exc}", error=exc)
                 return
             self._stamp = stamp
-            if info is not None and info.weight_epoch != self._info.weight_epoch:
-                self._info = info
-                self._table.serve_nothing()
+            if info is not None:
+                old, self._info = self._info, info
+                self._table.shares.quotas = info.quotas
+                if info.weight_epoch != old.weight_epoch:
+                    self._table.serve_nothing()
 
     def register(self, namespace: Namespace, slot: SlotLayout) -> bytes:
         """Opens a namespace for use and returns its digest. Entries in slots of another layout are dropped.
@@ -301,7 +303,7 @@ class Store:
                 if n < 1:
                     return []
                 if self._table.layouts.get(digest) == slot:
-                    taken = self._allocator.take(slot, n)
+                    taken = self._allocator.take(slot, n, digest)
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
         self._counts.refused_reservations += n - len(taken)

@@ -19,7 +19,7 @@ TEXT = (PROJECT / "docs" / "cli.md").read_text()
 QUOTED = set(re.findall(r"`([^`\n]+)`", TEXT))
 
 
-NAMES = ("doctor", "inspect", "verify", "gc", "scrub", "export", "import", "reset", "rebuild-index")
+NAMES = ("doctor", "inspect", "verify", "gc", "scrub", "export", "import", "reset", "rebuild-index", "quota")
 
 
 def section(command: str) -> str:
@@ -53,6 +53,7 @@ def test_every_key_is_there(tmp_root: Path, capsys: pytest.CaptureFixture[str]) 
         ("import", ["import", tmp_root, tmp_root.parent / "file", "--yes"]),
         ("rebuild-index", ["rebuild-index", tmp_root, "--yes"]),
         ("scrub", ["scrub", tmp_root]),
+        ("quota", ["quota", tmp_root]),
         ("reset", ["reset", tmp_root, "--yes"]),
         ("epoch bump", ["epoch", "bump", tmp_root, "--yes"]),
     ):

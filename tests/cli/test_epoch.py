@@ -12,8 +12,7 @@ from tests.cli.commands import json_of, run, run_on_terminal
 from tests.store import damage, rig
 from tests.store.damage import NEWER
 
-
-HOUSEKEEPING = ("gc", "scrub", "export", "import", "reset", "rebuild-index")
+HOUSEKEEPING = ("gc", "scrub", "export", "import", "reset", "rebuild-index", "quota")
 
 
 def stored(root: Path) -> tuple[int, int]:
