@@ -46,6 +46,10 @@ def test_a_missing_root_is_named() -> None:
         ({"direct": "yes"}, "direct='yes' must be one of auto, on, off"),
         ({"index_map_bytes": 4096}, "index_map_bytes=4096 must be an integer of at least 1048576"),
         ({"index_map_bytes": (1 << 20) + 1}, "must be a multiple of 4096"),
+        ({"ttl_s": 59.9}, "ttl_s=59.9 must be a number of seconds in 60"),
+        ({"ttl_s": float("nan")}, "ttl_s=nan"),
+        ({"ttl_s": True}, "ttl_s=True"),
+        ({"scrub_bytes_per_s": 0}, "scrub_bytes_per_s=0 must be an integer of at least 1"),
     ],
 )
 def test_store_values_that_cannot_work_are_named(changes: dict[str, Any], message: str) -> None:
