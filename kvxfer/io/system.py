@@ -79,7 +79,7 @@ def share(fd: int, path: Path) -> None:
 
 def share_path(path: Path) -> None:
     """`share`, of a file that is named."""
-    if is_shared(path.parent):
+    if is_shared(path.parent) and stat.S_IMODE(os.stat(path).st_mode) != SHARED_FILE:  # else it may be another user's
         os.chmod(path, SHARED_FILE)
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -116,6 +117,8 @@ class NamespaceFiles:
             reporter.warn("namespace", f"the namespaces cannot be listed: {exc}", error=exc)
             return []
         for place in places:
+            if place.is_symlink():
+                continue  # what is behind it is nobody's business here
             try:
                 status = os.lstat(place / NAMESPACE_FILE)
                 found.append((status.st_mtime_ns, _cost(status.st_size), bytes.fromhex(place.name)))
@@ -139,7 +142,11 @@ class NamespaceFiles:
 def _now(path: Path) -> bool:
     """Makes now the file's time of change; False where there is none."""
     try:
-        os.utime(path, (uses.clock(), uses.clock()), follow_symlinks=False)
+        now = uses.clock()
+        os.utime(path, (now, now), follow_symlinks=False)
+    except PermissionError:  # another user's, who shares the root: any writer may say now, and nothing else
+        with suppress(OSError):
+            os.utime(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
     except OSError as exc:

@@ -56,18 +56,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     return clock
 
 
+NOBODY = ("--tenant z", "--other-epochs", "--unnamed", "--unused-for 1d")
+
+
 @pytest.mark.parametrize(
     ("options", "goes"),
     [
         (["--tenant", "x"], "ab"),
-        (["--adapter", "lora"], "bc"),
+        pytest.param(["--adapter", "lora"], "bc", marks=pytest.mark.slow),
         (["--tenant", "x", "--adapter", "lora"], "b"),
         (["--adapter", "x"], "d"),  # a tenant of that name is somebody else
         (["--salt", "x"], ""),
-        (["--tenant", "z"], ""),
-        (["--other-epochs"], ""),
-        (["--unnamed"], ""),
-        (["--unused-for", "1d"], ""),
+        *(pytest.param(options.split(), "", marks=pytest.mark.slow) for options in NOBODY),
         ([], ""),
     ],
 )

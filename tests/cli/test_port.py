@@ -167,7 +167,9 @@ def test_more_than_there_is_room_for(tmp_root: Path, tmp_path: Path, capsys: Cap
     assert verify_root(other).findings == []
 
 
-@pytest.mark.parametrize("cut", [1, 25, 30000, 26 * rig.ROW.slot_bytes])
+@pytest.mark.parametrize(
+    "cut", [1, 30000, *(pytest.param(n, marks=pytest.mark.slow) for n in (25, 26 * rig.ROW.slot_bytes))]
+)
 def test_a_file_that_ends_early(tmp_root: Path, tmp_path: Path, capsys: Capture, cut: int) -> None:
     file, other = tmp_path / "file", empty(tmp_path / "other")
     exported(tmp_root, file, capsys)
