@@ -12,6 +12,7 @@ from kvxfer.store.entry import Entry
 from kvxfer.store.ledger import Ledger
 from kvxfer.store.namespaces import NamespaceFiles
 from kvxfer.store.room import SlabRoom
+from kvxfer.store.slab import SlabFile
 from kvxfer.store.table import Table
 
 STEP = 1024  # chunks that are taken out with the root's lock held once
@@ -36,6 +37,15 @@ class Cleaner:
         """The entries, of all namespaces, that `chosen` says."""
         with self._table.lock:
             return [entry for entry in self._table.living() if chosen(entry, self._used(entry))]
+
+    def slabs(self) -> list[SlabFile]:
+        """All slabs, by number."""
+        return sorted(self._table.slabs(), key=lambda slab: slab.slab_id)
+
+    def in_slab(self, slab: SlabFile) -> list[Entry]:
+        """The entries in a slab, in the order in which they lie there."""
+        with self._table.lock:
+            return [entry for _, entry in sorted(slab.entries.items()) if not entry.dead]
 
     def last_used(self) -> dict[bytes, int]:
         """When a chunk of a namespace was used last, by its digest; as exact as UseTimes."""
@@ -100,14 +110,13 @@ class Cleaner:
     def _expired(self, ttl_s: float) -> list[Entry]:
         """At most STEP entries that were certainly not used for `ttl_s`."""
         found: list[Entry] = []
-        with self._table.lock:
-            for slab_id, slot in self._table.uses.before(uses.clock() - ttl_s - uses.GRAIN_S):
-                slab = self._table.slabs_by_id.get(slab_id)
-                entry = slab.entries.get(slot) if slab is not None else None
-                if entry is not None and not entry.dead and not entry.pins:
-                    found.append(entry)
-                    if len(found) == STEP:
-                        break
+        cutoff = uses.clock() - ttl_s - uses.GRAIN_S
+        for slab in self._table.slabs():
+            with self._table.lock:  # for one slab at a time: pins wait for it
+                old = [slab.entries.get(slot) for slot in self._table.uses.before(slab.slab_id, cutoff)]
+                found += [entry for entry in old if entry is not None and not entry.dead and not entry.pins]
+            if len(found) >= STEP:
+                return found[:STEP]
         return found
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer.errors import IOFault, KvxferError
-from kvxfer.io.posix import PosixFile
 from kvxfer.report import reporter
 from kvxfer.store.entry import Entry
 from kvxfer.store.reading import Readable, SlotReader, open_slab
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 PAUSE_S = 60.0  # between the passes of a store's own thread
 
-Progress = Callable[[int, int], None]  # (chunks looked at, chunks in all)
+Progress = Callable[[int], None]  # chunks looked at
 
 
 class Throttle:
@@ -80,6 +79,11 @@ class Scrubbed:
     unreadable: list[Finding] = field(default_factory=list)  # the drive did not give them: they stay
     complete: bool = False  # whether it looked at everything
 
+    @property
+    def looked_at(self) -> int:
+        """Chunks, whatever came of it."""
+        return self.chunks + self.changed + len(self.removed) + len(self.unreadable)
+
 
 class Scrubber:
     """One pass over a store after the other.
@@ -101,43 +105,54 @@ class Scrubber:
         self._store, self._throttle, self._stop, self._progress = store, throttle, stop, progress
 
     def run(self) -> Scrubbed:
-        """Looks at everything that is there when it begins, in the order in which it lies on the disk.
+        """Looks at everything that is there, in the order in which it lies on the disk, slab by slab.
 
         Raises:
             StoreError, IOFault: the store is closed, or its root cannot be locked.
         """
         done = Scrubbed()
-        entries = self._entries()
-        slab: SlabFile | None = None
-        file: PosixFile | None = None
-        try:
-            for number, entry in enumerate(entries):
-                if self._stop.is_set():
-                    return done
-                if not entry.dead:
-                    if entry.slab is not slab:
-                        _close(file)
-                        slab, file = entry.slab, None
-                    try:
-                        file = file or open_slab(_place(entry.slab))
-                        self._look(entry, SlotReader(_Throttled(file, self._throttle), _place(entry.slab)), done)
-                    except IOFault as exc:  # opening it: the slab may just have gone
-                        self._judge(entry, ("io", str(exc)), done)
-                else:
-                    done.changed += 1
-                if self._progress is not None:
-                    self._progress(number + 1, len(entries))
-        finally:
-            _close(file)
-        done.complete = True
+        for slab in self._slabs():
+            if not self._look_into(slab, done):
+                return done
+        done.complete = not self._stop.is_set()
         return done
 
-    def _entries(self) -> list[Entry]:
+    def _slabs(self) -> list[SlabFile]:
         if (store := self._store()) is None:
             return []
         with store.cleaning() as cleaner:
-            entries = cleaner.find(lambda entry, used: True)
-        return sorted(entries, key=lambda entry: (entry.slab.slab_id, entry.slot))
+            return cleaner.slabs()
+
+    def _entries(self, slab: SlabFile) -> list[Entry]:
+        if (store := self._store()) is None:
+            return []
+        with store.cleaning() as cleaner:
+            return cleaner.in_slab(slab)
+
+    def _look_into(self, slab: SlabFile, done: Scrubbed) -> bool:
+        """All chunks of one slab; False where it was told to stop."""
+        entries = self._entries(slab)
+        if not entries:
+            return True
+        place = _place(slab)
+        try:
+            file = open_slab(place)
+        except IOFault as exc:  # it may just have gone
+            for entry in entries:
+                self._judge(entry, ("io", str(exc)), done)
+            return True
+        with file:
+            reader = SlotReader(_Throttled(file, self._throttle), place)
+            for entry in entries:
+                if self._stop.is_set():
+                    return False
+                if entry.dead:
+                    done.changed += 1
+                else:
+                    self._look(entry, reader, done)
+                if self._progress is not None:
+                    self._progress(done.looked_at)
+        return True
 
     def _look(self, entry: Entry, reader: SlotReader, done: Scrubbed) -> None:
         record = IndexRecord.of(entry)
@@ -181,11 +196,6 @@ class Scrubber:
 
 def _place(slab: SlabFile) -> Slab:
     return Slab(slab.slab_id, slab.path, slab.file_bytes, slab.layout, slab.num_slots, slab.usable)
-
-
-def _close(file: PosixFile | None) -> None:
-    if file is not None:
-        file.close()
 
 
 def keep_scrubbing(known: weakref.ref[Store], stop: threading.Event, bytes_per_s: int) -> None:

@@ -28,8 +28,11 @@ class UseTimes:
 
     def note(self, slab_id: int, slot: int) -> None:
         """The slot is used now."""
-        block, place = divmod(slot, USE_SLOTS)
-        times, now = self._block(slab_id, block), int(clock())
+        block, place, now = slot // USE_SLOTS, slot % USE_SLOTS, int(clock())
+        try:
+            times = self._slabs[slab_id][block]
+        except KeyError:
+            times = self._block(slab_id, block)
         if now - times[place] >= GRAIN_S:
             times[place] = now
             self._changed[slab_id, block] = None
@@ -47,14 +50,13 @@ class UseTimes:
             if not self.at(entry.slab.slab_id, entry.slot):
                 self.note(entry.slab.slab_id, entry.slot)
 
-    def before(self, cutoff: float) -> Iterator[tuple[int, int]]:
-        """(slab, slot) of those that were used last before `cutoff`. Not of those of which nothing is known."""
-        for slab_id, blocks in self._slabs.items():
-            for block, times in blocks.items():
-                if min(times) < cutoff:
-                    for place, used in enumerate(times):
-                        if 0 < used < cutoff:
-                            yield slab_id, block * USE_SLOTS + place
+    def before(self, slab_id: int, cutoff: float) -> Iterator[int]:
+        """The slots of a slab that were used last before `cutoff`. Not those of which nothing is known."""
+        for block, times in self._slabs.get(slab_id, {}).items():
+            if min(times) < cutoff:
+                for place, used in enumerate(times):
+                    if 0 < used < cutoff:
+                        yield block * USE_SLOTS + place
 
     def _block(self, slab_id: int, block: int) -> array[int]:
         blocks = self._slabs.setdefault(slab_id, {})

@@ -122,7 +122,8 @@ def test_what_changes_under_it_is_no_damage(filled: tuple[Store, bytes], monkeyp
     monkeypatch.setattr(scrub.SlotReader, "check", check)
     done = scrubbed(store)
     assert (done.removed, done.unreadable) == ([], [])
-    assert done.changed == 60
+    assert done.changed > 0
+    assert done.changed + done.chunks == done.looked_at
     assert len(store.keys(digest)) == 80
 
 
@@ -141,9 +142,8 @@ def test_it_stops_when_it_is_told_and_with_its_store(filled: tuple[Store, bytes]
     stop = threading.Event()
     seen: list[int] = []
 
-    def progress(done: int, of: int) -> None:
+    def progress(done: int) -> None:
         seen.append(done)
-        assert of == 60
         if done == 5:
             stop.set()
 

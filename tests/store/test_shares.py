@@ -102,20 +102,20 @@ def test_reservations_that_were_given_before_are_held_to_it_at_the_commit(
     assert store.stats().reserved_slots == 0
 
 
-@pytest.mark.parametrize("policy", [LRUPolicy, ARCPolicy])
+@pytest.mark.parametrize("policy", [LRUPolicy, pytest.param(ARCPolicy, marks=pytest.mark.slow)])
 def test_others_leave_a_namespace_its_share(root: Path, opened: Opened, policy: Any) -> None:
     with Store.open(rig.config(root), writers=2, policy=policy, housekeeping=False) as store:
         a, b = store.register(rig.namespace(), rig.ROW), store.register(rig.namespace(model="b"), rig.ROW)
         assert put(store, a, 0, 100) == 100
         set_quota(root, a, "--at-least", 60 * SLOT)
-        assert put(store, b, 1000, 3 * FULL) == 3 * FULL
+        assert put(store, b, 1000, 2 * FULL, 20) == 2 * FULL
         assert held(store, a) >= 60
         before = set(store.keys(a))
-        assert put(store, b, 5000, FULL) == FULL
+        assert put(store, b, 5000, FULL, 20) == FULL
         assert set(store.keys(a)) == before, "what is at its share is left alone"
         assert held(store, a) + held(store, b) >= FULL - 2
-        assert put(store, a, 200, 2 * FULL) == 2 * FULL, "its own chunks it may evict"
-        assert set(store.keys(a)) >= {rig.key(200 + 2 * FULL - 1)}
+        assert put(store, a, 200, FULL, 20) == FULL, "its own chunks it may evict"
+        assert set(store.keys(a)) >= {rig.key(200 + FULL - 1)}
 
 
 def test_where_all_is_protected_nothing_is_evicted(two: tuple[Store, bytes, bytes], root: Path) -> None:
