@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -19,6 +20,7 @@ from kvxfer.slot import SlotLayout
 from kvxfer.store import Store, verify_root
 from kvxfer.store.port import import_namespace
 from kvxfer.store.transfer_file import ExportReader, pack_end
+from kvxfer.testing import FaultyIO
 from tests.cli.commands import json_of
 from tests.store import damage, rig
 
@@ -199,6 +201,24 @@ def test_an_import_that_is_interrupted_leaves_whole_chunks_and_nothing_taken(
     with Store.open(rig.config(other), housekeeping=False) as store:
         stats = store.stats()
         assert (stats.reserved_slots, stats.foreign_slots, stats.entries) == (0, 0, 16)
+
+
+def test_a_full_disk_leaves_no_file_and_no_slot_taken(tmp_root: Path, tmp_path: Path, capsys: Capture) -> None:
+    file, other = tmp_path / "file", empty(tmp_path / "other")
+    exported(tmp_root, file, capsys)
+    with FaultyIO() as faults:
+        faults.fail("pwrite", errno.ENOSPC, after=20, offset=(4096, 1 << 40))
+        code, done = json_of(capsys, "export", tmp_root, tmp_path / "second", "--namespace", digest_of("row"))
+    assert (code, done["error"]["type"]) == (2, "IOFault")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("second")]
+    with FaultyIO() as faults:
+        rule = faults.fail("pwrite", errno.EIO, after=20, times=1, offset=(4096, 1 << 40))
+        code, done = json_of(capsys, "import", other, file, "--yes")
+        assert rule.hits == 1
+    assert (code, done["error"]["type"]) == (2, "IOFault")
+    with Store.open(rig.config(other), housekeeping=False) as store:
+        assert store.stats().foreign_slots == store.stats().entries == 0
+    assert json_of(capsys, "import", other, file, "--yes")[1]["chunks"] == damage.ROWS
 
 
 def test_nothing_is_written_over(tmp_root: Path, tmp_path: Path, capsys: Capture) -> None:

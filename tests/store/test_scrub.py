@@ -173,3 +173,35 @@ def test_a_store_scrubs_itself(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (thread,) = [each for each in threading.enumerate() if each.name == "kvxfer-scrub"]
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_read_that_goes_wrong_once_is_no_damage(filled: tuple[Store, bytes], faults: FaultyIO) -> None:
+    store, digest = filled
+    rule = faults.flip("pread", 0, times=1, offset=(4096, 8192))
+    done = scrubbed(store)
+    assert rule.hits == 1
+    assert (done.chunks, done.removed, done.unreadable) == (60, [], [])
+    assert len(store.keys(digest)) == 60
+
+
+def test_what_cannot_be_read_and_went_is_neither_damaged_nor_unreadable(
+    filled: tuple[Store, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, digest = filled
+    real = scrub.SlotReader.check
+    first = True
+
+    def check(reader: scrub.SlotReader, record: scrub.IndexRecord) -> tuple[str, str] | None:
+        nonlocal first
+        if not first:
+            return real(reader, record)
+        first = False
+        for entry in store.pin(digest, [record.key]):
+            assert entry is not None
+            store.invalidate(entry, "other")
+            store.unpin([entry])
+        return "io", "gone"
+
+    monkeypatch.setattr(scrub.SlotReader, "check", check)
+    done = scrubbed(store)
+    assert (done.chunks, done.changed, done.removed, done.unreadable) == (59, 1, [], [])
