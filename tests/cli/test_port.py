@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,15 @@ def empty(root: Path, **config: Any) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def row_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What `exported` would make, made once."""
+    place = tmp_path_factory.mktemp("row")
+    damage.fill(place / "root")
+    assert main(["export", str(place / "root"), str(place / "file"), "--namespace", digest_of("row")]) == 0
+    return (place / "file").read_bytes()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_out_and_in(tmp_root: Path, tmp_path: Path, capsys: Capture, case: str) -> None:
     file, other = tmp_path / "file", empty(tmp_path / "other", slab_bytes=1 << 18)
@@ -90,9 +100,9 @@ def test_what_is_damaged_stays_behind_on_both_ways(tmp_root: Path, tmp_path: Pat
     assert len(held(other, "row")) == damage.ROWS - 3
 
 
-def test_a_slot_of_another_namespace_is_not_adopted(tmp_root: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_slot_of_another_namespace_is_not_adopted(row_file: bytes, tmp_path: Path, capsys: Capture) -> None:
     file, other = tmp_path / "file", empty(tmp_path / "other")
-    exported(tmp_root, file, capsys)
+    file.write_bytes(row_file)
     raw = bytearray(file.read_bytes())
     foreign = rig.slot_image(rig.key(9999), bytes(32), rig.ROW, 7 << 32 | 1, rig.FULL).array.tobytes()
     at = len(raw) - len(pack_end(0)) - rig.ROW.slot_bytes
@@ -103,10 +113,10 @@ def test_a_slot_of_another_namespace_is_not_adopted(tmp_root: Path, tmp_path: Pa
 
 
 def test_another_weight_epoch_is_refused_unless_the_weights_are_said_to_be_the_same(
-    tmp_root: Path, tmp_path: Path, capsys: Capture
+    row_file: bytes, tmp_path: Path, capsys: Capture
 ) -> None:
     file, other = tmp_path / "file", empty(tmp_path / "other")
-    exported(tmp_root, file, capsys)
+    file.write_bytes(row_file)
     Store.bump_epoch_of(other)
     code, done = json_of(capsys, "import", other, file, "--yes")
     assert (code, done["error"]["type"]) == (2, "ConfigError")
@@ -121,9 +131,9 @@ def test_another_weight_epoch_is_refused_unless_the_weights_are_said_to_be_the_s
         assert rig.check_all(store, digest, names) == names
 
 
-def test_another_alignment(tmp_root: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_another_alignment(row_file: bytes, tmp_path: Path, capsys: Capture) -> None:
     file, other = tmp_path / "file", empty(tmp_path / "other")
-    exported(tmp_root, file, capsys)
+    file.write_bytes(row_file)
     path = other / "kvxfer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"alignment": 16384}))
     code, done = json_of(capsys, "import", other, file, "--yes")
@@ -135,17 +145,17 @@ def test_another_alignment(tmp_root: Path, tmp_path: Path, capsys: Capture) -> N
         assert rig.check_all(store, digest, NAMES) == NAMES
 
 
-def test_slots_that_do_not_fit_are_refused_by_name(tmp_root: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_slots_that_do_not_fit_are_refused_by_name(row_file: bytes, tmp_path: Path, capsys: Capture) -> None:
     file, other = tmp_path / "file", empty(tmp_path / "other", slab_bytes=8192)
-    exported(tmp_root, file, capsys)
+    file.write_bytes(row_file)
     code, done = json_of(capsys, "import", other, file, "--yes")
     assert (code, done["error"]["type"]) == (2, "ConfigError")
     assert "slab_bytes=8192" in done["error"]["message"]
 
 
-def test_slots_of_another_layout_cost_nobody_anything(tmp_root: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_slots_of_another_layout_cost_nobody_anything(row_file: bytes, tmp_path: Path, capsys: Capture) -> None:
     file, other = tmp_path / "file", tmp_path / "other"
-    exported(tmp_root, file, capsys)
+    file.write_bytes(row_file)
     with Store.open(rig.config(other)) as store:
         digest = store.register(CASES["row"][0], rig.SHARED)
         assert all(rig.put(store, digest, [rig.key(5)], rig.SHARED))
@@ -156,10 +166,10 @@ def test_slots_of_another_layout_cost_nobody_anything(tmp_root: Path, tmp_path: 
         assert rig.check_all(store, store.register(CASES["row"][0], rig.SHARED), [rig.key(5)]) == [rig.key(5)]
 
 
-def test_more_than_there_is_room_for(tmp_root: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_more_than_there_is_room_for(row_file: bytes, tmp_path: Path, capsys: Capture) -> None:
     other = empty(tmp_path / "other", capacity_bytes=4 << 20, max_files=11, slab_bytes=1 << 18)
     file = tmp_path / "file"
-    exported(tmp_root, file, capsys)
+    file.write_bytes(row_file)
     code, done = json_of(capsys, "import", other, file, "--yes")
     assert code in (0, 1)
     nbytes, files = rig.disk_use(other)
@@ -172,9 +182,9 @@ def test_more_than_there_is_room_for(tmp_root: Path, tmp_path: Path, capsys: Cap
 @pytest.mark.parametrize(
     "cut", [1, 30000, *(pytest.param(n, marks=pytest.mark.slow) for n in (25, 26 * rig.ROW.slot_bytes))]
 )
-def test_a_file_that_ends_early(tmp_root: Path, tmp_path: Path, capsys: Capture, cut: int) -> None:
+def test_a_file_that_ends_early(row_file: bytes, tmp_path: Path, capsys: Capture, cut: int) -> None:
     file, other = tmp_path / "file", empty(tmp_path / "other")
-    exported(tmp_root, file, capsys)
+    file.write_bytes(row_file)
     os.truncate(file, file.stat().st_size - cut)
     code, done = json_of(capsys, "import", other, file, "--yes")
     whole = damage.ROWS - -(-max(0, cut - len(pack_end(0))) // rig.ROW.slot_bytes)
@@ -183,10 +193,10 @@ def test_a_file_that_ends_early(tmp_root: Path, tmp_path: Path, capsys: Capture,
 
 
 def test_an_import_that_is_interrupted_leaves_whole_chunks_and_nothing_taken(
-    tmp_root: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    row_file: bytes, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, other = tmp_path / "file", empty(tmp_path / "other")
-    exported(tmp_root, file, capsys)
+    file.write_bytes(row_file)
     monkeypatch.setattr("kvxfer.store.port.BATCH_BYTES", 8 * rig.ROW.slot_bytes)
 
     def interrupt(done: int, of: int) -> None:
@@ -194,8 +204,11 @@ def test_an_import_that_is_interrupted_leaves_whole_chunks_and_nothing_taken(
             raise KeyboardInterrupt
 
     source = ExportReader(file)
-    with pytest.raises(KeyboardInterrupt):
-        import_namespace(other, source, progress=interrupt)
+    with Store.open(rig.config(other), housekeeping=False) as store:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Store, "open_existing", lambda root: nullcontext(store))
+            import_namespace(other, source, progress=interrupt)
+        assert (store.stats().reserved_slots, store.stats().entries) == (0, 16)
     source.close()
     assert len(held(other, "row")) == 16
     with Store.open(rig.config(other), housekeeping=False) as store:

@@ -177,7 +177,7 @@ def test_a_store_scrubs_itself(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_read_that_goes_wrong_once_is_no_damage(filled: tuple[Store, bytes], faults: FaultyIO) -> None:
     store, digest = filled
-    rule = faults.flip("pread", 0, times=1, offset=(4096, 8192))
+    rule = faults.flip(0, times=1, offset=(4096, 8192))
     done = scrubbed(store)
     assert rule.hits == 1
     assert (done.chunks, done.removed, done.unreadable) == (60, [], [])
