@@ -205,8 +205,8 @@ def test_an_import_that_is_interrupted_leaves_whole_chunks_and_nothing_taken(
 
     source = ExportReader(file)
     with Store.open(rig.config(other), housekeeping=False) as store:
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Store, "open_existing", lambda root: nullcontext(store))
+        monkeypatch.setattr(Store, "open_existing", lambda root: nullcontext(store))
+        with pytest.raises(KeyboardInterrupt):
             import_namespace(other, source, progress=interrupt)
         assert (store.stats().reserved_slots, store.stats().entries) == (0, 16)
     source.close()

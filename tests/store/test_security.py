@@ -149,6 +149,31 @@ def test_nothing_is_followed_and_nobody_waits(tmp_root: Path, name: str, change:
             os.lstat(tmp_root.parent / "outside.tmp")
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_what_a_link_leads_to_is_not_believed(tmp_root: Path, name: str) -> None:
+    """Though it is the very file that lay there before."""
+    damage.fill(tmp_root)
+    path = path_of(tmp_root, name)
+    as_link(path, tmp_root.parent / "outside")
+    if name == "kvxfer.json":
+        with pytest.raises(IOFault, match="symbolic"):
+            survey_root(tmp_root)
+        return
+    seen = survey_root(tmp_root)
+    if name == "lock":
+        with pytest.raises(IOFault, match="symbolic"):
+            Store.open(rig.config(tmp_root))
+    elif name == "namespace.json":
+        assert [view.fields is None for view in seen.namespaces if view.digest.hex() == path.parent.name] == [True]
+    elif name == "slab":
+        assert "slab_unreadable" in {finding.what for finding in seen.findings}
+    else:
+        assert seen.index.state == "lost"
+        with Store.open(rig.config(tmp_root)) as store:
+            assert store.stats().rebuilds == 1
+        assert not path.is_symlink()
+
+
 @pytest.mark.parametrize("name", ["slabs", "index", "namespaces"])
 def test_directories_that_are_links_are_refused(tmp_root: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     damage.fill(tmp_root)
