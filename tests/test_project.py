@@ -29,11 +29,11 @@ def run_python(code: str) -> str:
 
 def test_import_takes_nothing_heavy_and_little_time() -> None:
     took, loaded = run_python(
-        "import sys, time; start = time.perf_counter(); import kvxfer; print(time.perf_counter() - start);"
+        "import sys, time; start = time.process_time(); import kvxfer; print(time.process_time() - start);"
         "print(*(name for name in sys.modules if '.' not in name))"
     ).splitlines()
     assert not set(HEAVY) & set(loaded.split())
-    assert float(took) < 3  # 0.3 s is what is promised; a busy machine may be ten times as slow
+    assert float(took) < 3  # 0.3 s of a core is what is promised; a busy machine may be ten times as slow
 
 
 def test_every_public_name_resolves_without_a_library_or_a_framework() -> None:

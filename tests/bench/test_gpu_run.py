@@ -173,7 +173,7 @@ def test_a_section_that_hangs_is_left_behind_with_what_it_had(rig: Rig) -> None:
         work.cut("late")
         work.fail("late")
 
-    found = rig.run(Plan("convert", 0.05, run), Plan("copies", 10.0, rig.takes(1.0)), grace_s=0.1)
+    found = rig.run(Plan("convert", 0.5, run), Plan("copies", 10.0, rig.takes(1.0)), grace_s=0.1)
     convert, copies = found["sections"]
     assert (convert["status"], len(convert["rows"])) == ("hung", 1)
     assert (copies["status"], copies["why"]) == ("skipped", "convert hung")
@@ -291,10 +291,11 @@ def work_for(rig: Rig, seconds: float = 60.0) -> Work:
 
 
 def test_a_child_is_ended_with_the_sections_time(rig: Rig) -> None:
-    work = work_for(rig, 0.5)
+    work = work_for(rig)
     assert call(work, ROOT, "-c", "print('hello'); raise SystemExit(3)") == (3, "hello\n")
     code = "import os, kvxfer; print(os.environ['TRITON_INTERPRET'], kvxfer.__file__)"
     assert call(work, ROOT, "-c", code) == (0, f"0 {ROOT / 'kvxfer' / '__init__.py'}\n")
+    work = work_for(rig, 3.0)  # time to begin, on a busy machine too
     answer = call(work, ROOT, "-c", "import time; print('begun', flush=True); time.sleep(100)")
     assert answer == (-9, "begun\n\nended after the section's time")
 

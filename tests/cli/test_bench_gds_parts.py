@@ -276,13 +276,19 @@ def test_a_burst_goes_to_as_many_different_places(layout: str) -> None:
 def test_a_lane_has_one_request_and_all_lanes_are_used() -> None:
     now: dict[str, int] = {}
     most, lock = [0], threading.Lock()
+    meet = threading.Barrier(
+        6, timeout=20
+    )  # each lane's first request: however slow the machine, all are there at once
 
     def move(op: int, file: int, offset: int, slot: int, nbytes: int) -> int:
         name = threading.current_thread().name
         with lock:
+            first = name not in now
             now[name] = now.get(name, 0) + 1
             most[0] = max(most[0], sum(now.values()))
             assert now[name] == 1
+        if first:
+            meet.wait()
         time.sleep(0.005)
         with lock:
             now[name] -= 1
@@ -308,10 +314,10 @@ def test_a_burst_lasts_from_its_first_start_to_its_last_end(monkeypatch: pytest.
 
 
 def test_no_request_begins_when_the_time_is_up_and_nobodys_is_made() -> None:
-    lanes = Lanes(1, 2, lambda op, file, offset, slot, nbytes: time.sleep(0.01) or nbytes)
+    lanes = Lanes(1, 2, lambda op, file, offset, slot, nbytes: time.sleep(0.05) or nbytes)
     burst = burst_of([(READ, 0, 0)] * 1000, 4096)
     burst.thread[:3] = -1
-    lanes.run(burst, 0.1)
+    lanes.run(burst, 0.5)
     assert 0 < burst.made.sum() <= 24
     assert not burst.made[:3].any()
     again = lanes.run(burst_of([(READ, 0, 0)] * 4, 4096))

@@ -12,7 +12,7 @@ from kvxfer.jobs import LOAD, STORE, Status
 from kvxfer.testing import FaultyIO
 from tests.device.rig import MODEL, Card, card, chunks_of, device_threads, expect_but
 from tests.jobs.rig import expect, poisoned, ranks
-from tests.jobs.test_faults import until
+from tests.jobs.test_faults import slot_range, until
 
 
 @pytest.fixture
@@ -53,18 +53,20 @@ def test_a_bit_that_a_read_flips_is_found(stored: Path) -> None:
         expect_but(MODEL, "hnd", target, [c for c in range(24) if c != bad], [bad])
 
 
-def test_a_deadline_gives_the_prefix_that_made_it(stored: Path) -> None:
-    for seed in range(2):
+def test_a_deadline_gives_the_prefix_that_made_it(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.device.flights.LANDING_NS", 700_000_000)  # a busy machine's time to scatter
+    for seed, arrived in enumerate((8, 7)):  # whole batches, and a half
         target = ranks(MODEL, "hnd", 2, filled=False)
         with Card(stored / "slots", target, seed=seed, chunks_per_bay=2) as reader, FaultyIO() as io:
-            io.delay("pread", 0.07)
+            rule = io.hang("pread", offset=(slot_range(reader, arrived)[0], 1 << 40))
             start = time.monotonic()
-            outcome = reader.load(target, chunks_of(1), deadline_s=0.5)
-            assert time.monotonic() - start < 2
-            good = [c for c in range(24) if outcome.status[c] == Status.OK]
-            assert 0 < len(good) < 24 and good == list(range(len(good)))
-            assert {e.status for e in outcome.errors} == {Status.CUT}
+            outcome = reader.load(target, chunks_of(1), deadline_s=1.6)
+            assert time.monotonic() - start < 15
+            assert rule.hits == 2, "both threads hang, so neither is in another chunk"
+            assert outcome.status.tolist() == [Status.OK] * arrived + [Status.CUT] * (24 - arrived)
+            good = range(arrived)
             expect(MODEL, "hnd", target, good)
+            io.release()
             until(lambda: reader.runner.stats()["device_bays_in_use"] == 0, "all bays are back")
             expect(MODEL, "hnd", target, good)
 
@@ -74,9 +76,9 @@ def test_a_deadline_is_kept_though_a_read_hangs_and_nothing_is_written_late(stor
     with card(stored, target) as reader, FaultyIO() as io:
         rule = io.hang("pread")
         start = time.monotonic()
-        reader.submit(LOAD, target, chunks_of(1), deadline_s=0.2)
+        reader.submit(LOAD, target, chunks_of(1), deadline_s=1.0)
         outcome = reader.finish(LOAD)
-        assert 0.1 < time.monotonic() - start < 2 and rule.hits == 2
+        assert 0.9 < time.monotonic() - start < 15 and rule.hits == 2
         assert {e.status for e in outcome.errors} == {Status.CUT} and poisoned(target)
         io.release()
         until(lambda: reader.runner.stats()["busy_threads"] == 0, "the reads come back")
@@ -127,7 +129,7 @@ def test_a_cancelled_load_ends_at_once_with_what_has_arrived(stored: Path) -> No
         reader.runner.cancel(job)
         reader.runner.cancel(12345)
         outcome = reader.finish(LOAD)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10
         assert {e.status for e in outcome.errors} == {Status.CANCELLED}
         good = [c for c in range(24) if outcome.status[c] == Status.OK]
         assert good == list(range(6))
@@ -145,7 +147,7 @@ def test_a_cancelled_store_says_which_slots_may_still_be_written(tmp_path: Path)
         start = time.monotonic()
         writer.runner.cancel(job)
         outcome = writer.finish(STORE)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10
         lost = [e.chunk for e in outcome.errors if e.status is Status.LOST]
         assert len(lost) == 2 and {e.status for e in outcome.errors} == {Status.LOST, Status.CANCELLED}
         assert list(writer.runner.late()) == []
@@ -159,7 +161,7 @@ def test_a_cancelled_store_says_which_slots_may_still_be_written(tmp_path: Path)
 def test_a_lost_write_keeps_its_slot_and_where_it_reads_it_its_bay(tmp_path: Path, rows: str) -> None:
     """Rows of 4096 bytes a head go straight from the bay."""
     pages, target = aligned(filled=True), aligned(filled=False)
-    with card(tmp_path, pages, io_timeout_s=0.2, rows=rows, chunks_per_bay=2) as writer, FaultyIO() as io:
+    with card(tmp_path, pages, io_timeout_s=0.5, rows=rows, chunks_per_bay=2) as writer, FaultyIO() as io:
         rule = io.hang("pwrite", times=1)
         job = writer.submit(STORE, pages, chunks_of(1, 4))
         outcome = writer.finish(STORE)
@@ -182,7 +184,7 @@ def test_a_lost_write_keeps_its_slot_and_where_it_reads_it_its_bay(tmp_path: Pat
 
 def test_stores_end_where_every_bay_is_under_a_lost_write(tmp_path: Path) -> None:
     pages = aligned(filled=True)
-    with Card(tmp_path / "slots", pages, io_timeout_s=0.2, max_lost_threads=8, chunks_per_bay=1) as both:
+    with Card(tmp_path / "slots", pages, io_timeout_s=0.5, max_lost_threads=8, chunks_per_bay=1) as both:
         with FaultyIO() as io:
             io.hang("pwrite")
             outcome = both.store(pages, chunks_of(1, 8))
@@ -203,7 +205,7 @@ def test_a_shutdown_leaves_writes_that_hang_behind_with_their_bays(tmp_path: Pat
         until(lambda: rule.hits == 2, "two writes hang")
         start = time.monotonic()
         assert both.runner.shutdown(0.2) == 2
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 15
         outcome = both.finish(STORE)
         lost = [e.chunk for e in outcome.errors if e.status is Status.LOST]
         assert len(lost) == 2

@@ -122,10 +122,10 @@ def test_a_store_on_a_device_that_is_lost_gives_its_slots_back(tmp_root: Path, d
 def test_a_deadline_gives_the_prefix_that_made_it(tmp_root: Path) -> None:
     with Node(tmp_root, MODEL, bay_bytes=4 * 16384) as node, FaultyIO() as io:
         node.put(range(40))
-        io.delay("pread", 0.03)
-        result = node.get(range(40), recompute_tokens_per_s=400)  # 160 tokens: 0.4 s
+        io.hang("pread", offset=node.offsets_from(12))
+        result = node.get(range(40), recompute_tokens_per_s=107)  # 160 tokens: 1.5 s
         count = result.bitmap.count()
-        assert 0 < count < 40 and result.bitmap.leading_run() == count
+        assert result.bitmap.leading_run() == count == 12, "three batches"
         assert {error.status for error in result.errors} == {Status.CUT}
         node.check(range(count))
 
@@ -135,10 +135,10 @@ def test_what_had_arrived_of_a_batch_at_its_deadline_is_kept(tmp_root: Path, mon
     monkeypatch.setattr("kvxfer.device.flights.LANDING_NS", 10**9)
     with Node(tmp_root, MODEL) as node, FaultyIO() as io:
         node.put(range(40))
-        io.delay("pread", 0.05)
-        result = node.get(range(40), recompute_tokens_per_s=200)  # 0.8 s, of which 0.2 are for the way up
+        io.hang("pread", offset=node.offsets_from(8))
+        result = node.get(range(40), recompute_tokens_per_s=64)  # 2.5 s, of which 0.6 are for the way up
         count = result.bitmap.count()
-        assert 0 < count < 40 and result.bitmap.leading_run() == count and result.seconds < 0.8
+        assert result.bitmap.leading_run() == count == 8 and result.seconds < 2.5
         node.check(range(count))
 
 

@@ -43,7 +43,7 @@ def storm(tmp_path: Path, seed: int) -> None:
         disturb(rng, both, io)
         jobs = submit_all(rng, both, source, target)
         outcomes: dict[int, JobOutcome] = {}
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while len(outcomes) < len(jobs):
             assert time.monotonic() < end, f"jobs without an answer: {jobs.keys() - outcomes.keys()}"
             both.runner.wait([LOAD, STORE], 0.01)
@@ -69,7 +69,7 @@ def storm(tmp_path: Path, seed: int) -> None:
                     size = both.slot.payload_stride
                     assert np.array_equal(both.bytes_of(N + block)[:size], MODEL.payloads([[block]])[0])
         until(lambda: both.runner.stats()["device_bays_in_use"] == 0, "every bay is back, or left behind")
-        assert both.runner.shutdown(1.0) == 0
+        assert both.runner.shutdown(10.0) == 0
     until(lambda: not device_threads(), "the thread has ended")
 
 

@@ -150,6 +150,12 @@ class Node:
         _, offset, layout = self._where(number)
         return offset, offset + layout.slot_bytes
 
+    def offsets_from(self, number: int) -> tuple[int, int]:
+        """File offsets of the slot of this chunk and all beyond it: in their slabs, those before it lie in front."""
+        start, _ = self.offset_range(number)
+        assert all(self.offset_range(before)[1] <= start for before in range(number))
+        return start, 1 << 40
+
 
 def files_and_bytes(root: Path) -> tuple[int, int]:
     """What a root takes: files, and the larger of their sizes and their blocks."""

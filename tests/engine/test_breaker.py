@@ -140,7 +140,7 @@ def test_a_store_that_gets_no_slot_is_no_failure_and_no_probe(tmp_root: Path) ->
 def test_reads_that_hang_open_it_although_deadlines_come_first(tmp_root: Path) -> None:
     clock = ManualClock()
     with (
-        Node(tmp_root, MODEL, clock=clock, io_threads=2, io_timeout_s=0.2, breaker_failures=2) as node,
+        Node(tmp_root, MODEL, clock=clock, io_threads=2, io_timeout_s=0.5, breaker_failures=2) as node,
         FaultyIO() as io,
     ):
         node.put(ALL)
@@ -164,7 +164,7 @@ def test_reads_that_hang_open_it_although_deadlines_come_first(tmp_root: Path) -
 
 def test_a_probe_that_hangs_opens_it_again(tmp_root: Path) -> None:
     clock = ManualClock()
-    with Node(tmp_root, MODEL, clock=clock, io_timeout_s=0.1, breaker_failures=2) as node, FaultyIO() as io:
+    with Node(tmp_root, MODEL, clock=clock, io_timeout_s=0.5, breaker_failures=2) as node, FaultyIO() as io:
         node.put(ALL)
         io.fail("pread", errno.EIO)
         node.get(ALL)

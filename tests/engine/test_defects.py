@@ -66,7 +66,7 @@ def test_timeouts_that_have_passed(tmp_root: Path) -> None:
         assert node.writer.wait([1], -1) == {}
         assert node.writer.drain(-1) is False
         node.writer.shutdown(-1)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 20
         assert list(node.writer.wait([1], 0)) == [1]
 
 
@@ -119,7 +119,7 @@ def test_a_queued_store_can_be_cancelled(tmp_root: Path) -> None:
         until(lambda: rule.hits == 1, "the service thread makes a slab")
         node.writer.submit_store(2, keys_of([1]), [1])
         node.writer.cancel(2)
-        assert [e.status for e in node.writer.wait([2], 1)[2].errors] == [Status.CANCELLED]
+        assert [e.status for e in node.writer.wait([2], 20)[2].errors] == [Status.CANCELLED]
         io.release()
         assert node.writer.wait([1], 10)[1].bitmap.all()
 

@@ -228,12 +228,12 @@ def test_a_failed_write_is_not_stored_and_its_slot_comes_back(tmp_root: Path, co
 def test_a_deadline_gives_the_prefix_that_made_it(tmp_root: Path) -> None:
     with Node(tmp_root, MODEL) as node, FaultyIO() as io:
         node.put(ALL)
-        io.delay("pread", 0.02)
+        io.hang("pread", offset=node.offsets_from(8))
         start = time.monotonic()
-        result = node.get(ALL, deadline=start + 0.15)
-        assert time.monotonic() - start < 2
+        result = node.get(ALL, deadline=start + 1.2)
+        assert time.monotonic() - start < 15
         count = result.bitmap.count()
-        assert 0 < count < 40 and result.bitmap.leading_run() == count
+        assert result.bitmap.leading_run() == count == 8
         assert {e.status for e in result.errors} == {Status.CUT}
         node.check(range(count))
         assert node.store.stats().pinned_entries == 0
@@ -246,7 +246,7 @@ def test_a_load_is_never_waited_for_longer_than_recomputing_takes(tmp_root: Path
         io.hang("pread")
         start = time.monotonic()
         result = node.get(ALL, recompute_tokens_per_s=1000)  # 160 tokens
-        assert 0.15 <= time.monotonic() - start < 2
+        assert 0.15 <= time.monotonic() - start < 15
         assert result.bitmap.none() and poisoned(node.target)
         with pytest.raises(ConfigError, match="recompute_tokens_per_s=0"):
             node.get(ALL, recompute_tokens_per_s=0)
@@ -261,7 +261,7 @@ def test_drain_and_shutdown_are_bounded_by_reads_that_never_return(tmp_root: Pat
         start = time.monotonic()
         assert node.reader.drain(0.2) is False
         assert node.reader.shutdown(0.2) == 2
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 15
         (result,) = node.reader.poll()
         assert result.job_id == 1000 and result.bitmap.none()
         assert node.store.stats().pinned_entries == 0
@@ -283,19 +283,19 @@ def test_a_slab_that_cannot_be_made_holds_up_stores_but_not_loads_or_shutdown(tm
         assert engine.drain(0.2) is False
         start = time.monotonic()
         assert engine.shutdown(0.2) == 1
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 15
         (result,) = engine.poll()
         assert [e.status for e in result.errors] == [Status.LOST]
         start = time.monotonic()
         assert node.store.close(0.2) is False
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 15
         io.release()
         until(lambda: not any(t.is_alive() for t in engine._threads), "the service thread ends")
         assert engine.poll() == []
 
 
 def test_a_slot_under_a_lost_write_is_not_reused_until_it_returns(tmp_root: Path) -> None:
-    with Node(tmp_root, MODEL, io_timeout_s=0.1) as node, FaultyIO() as io:
+    with Node(tmp_root, MODEL, io_timeout_s=0.5) as node, FaultyIO() as io:
         io.hang("pwrite", times=1, offset=(4096, 1 << 40))  # a slot, not a slab's header
         result = node.put([0])
         assert [e.status for e in result.errors] == [Status.LOST]
@@ -308,7 +308,7 @@ def test_a_slot_under_a_lost_write_is_not_reused_until_it_returns(tmp_root: Path
 
 
 def test_a_lost_write_that_returns_before_its_job_ends(tmp_root: Path) -> None:
-    with Node(tmp_root, MODEL, io_threads=1, io_timeout_s=0.5) as node, FaultyIO() as io:
+    with Node(tmp_root, MODEL, io_threads=1, io_timeout_s=1.0) as node, FaultyIO() as io:
         io.hang("pwrite", times=1, offset=(4096, 1 << 40))  # a slot, not a slab's header
         io.delay("pwrite", 0.1)  # the others of its job take their time
         node.writer.submit_store(1, keys_of(range(20)), range(20))
@@ -335,8 +335,8 @@ def test_submit_never_waits_and_the_excess_is_dropped(tmp_root: Path) -> None:
             node.writer.submit_store(job, keys_of([job], prompt=1), [job % 40])
             took.append(time.perf_counter() - start)
         took.sort()
-        # The machine may stop a thread for longer than 5 ms now and then; the storage would stop it every time.
-        assert took[len(took) * 9 // 10] < 0.005
+        # The machine may stop a thread now and then; the storage would stop it every time, for 50 ms.
+        assert took[len(took) * 9 // 10] < 0.025
         io.__exit__(None, None, None)
         assert node.writer.drain(30)
         results = node.writer.poll()

@@ -15,6 +15,7 @@ from kvxfer.jobs import LOAD, Status
 from kvxfer.testing import FaultyIO
 from kvxfer.tickets import NOWHERE, Failure, Place, Report, Settled, Ticket
 from tests.engine.ranks_rig import MODEL, Server, keys_of
+from tests.jobs.test_faults import until
 from tests.oracle import Model
 
 OK = Status.OK
@@ -201,12 +202,12 @@ def test_a_read_that_never_returns_and_a_deadline(tmp_root: Path) -> None:
 
 
 def test_a_write_that_never_returns_keeps_its_slot_until_it_has(tmp_root: Path) -> None:
-    with Server(tmp_root, 2, io_timeout_s=0.2) as server, FaultyIO() as io:
+    with Server(tmp_root, 2, io_timeout_s=0.5) as server, FaultyIO() as io:
         io.hang("pwrite", times=1)
         server.put(range(4))
         assert len(server.hits(range(4))) == 3
         assert server.store.stats().quarantined_slots == 1
-        time.sleep(0.3)
+        time.sleep(0.6)
         server.coordinator.settle(server.group.report())
         assert server.store.stats().quarantined_slots == 1
         io.release()
@@ -238,10 +239,10 @@ def test_loads_that_are_freed_touch_no_block_any_more(tmp_root: Path) -> None:
     with Server(tmp_root, 1) as source:
         source.put(range(N))
     with Server(tmp_root, 1, filled=False, io_timeout_s=60) as target, FaultyIO() as io:
-        io.hang("pread", after=6)
+        rule = io.hang("pread", after=6)
         ticket = target.coordinator.load(keys_of(range(N)))
         target.group.submit(ticket, list(range(N)))
-        time.sleep(0.1)
+        until(lambda: rule.hits >= 1, "a read hangs")
         (rank,) = target.group.ranks
         rank.free([ticket.number])
         before = [tensor.copy() for tensor in target.group.pages[0].tensors]
@@ -291,7 +292,7 @@ def test_stores_that_do_not_gather_in_time_are_cancelled(tmp_root: Path) -> None
 def test_a_slab_that_does_not_open_holds_up_nobody(tmp_root: Path) -> None:
     with Server(tmp_root, 1) as source:
         source.put(range(4))
-    with Server(tmp_root, 1, filled=False, io_timeout_s=0.3) as target, FaultyIO() as io:
+    with Server(tmp_root, 1, filled=False, io_timeout_s=1.2) as target, FaultyIO() as io:
         target.coordinator._supply.flush(5)
         io.hang("open")
         start = time.monotonic()

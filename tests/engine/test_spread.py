@@ -138,7 +138,7 @@ def test_a_hanging_drive_ends_with_the_deadline_and_the_other_arrives(tmp_path: 
         assert {drives.home(0), drives.home(1)} == {0, 1}
         with FaultyIO() as io:
             io.hang("pread", after=0, times=1)  # of whichever comes first
-            loaded = drives.get(range(2), deadline=time.monotonic() + 0.5)
+            loaded = drives.get(range(2), deadline=time.monotonic() + 1.5)  # time for the other's
             assert loaded.bitmap.count() == 1
             (error,) = loaded.errors
             assert error.status is Status.CUT and not loaded.bitmap[error.chunk]

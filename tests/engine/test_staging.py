@@ -103,4 +103,5 @@ def test_the_gauge_stays_within_the_bound_while_calls_hang_and_return(tmp_root: 
         assert 4 * STAGING_UNIT <= metrics.value("kvxfer_staging_peak_bytes") <= bound
         assert metrics.value("kvxfer_leaked_staging_bytes") == 0
         assert resident_bytes() - resident < bound + (32 << 20)
-        assert node.get(range(40)).bitmap.all()
+        # A busy machine may keep a read from its thread for 20 ms, and then it is given up.
+        until(lambda: node.get(range(40)).bitmap.all(), "loads are as before")

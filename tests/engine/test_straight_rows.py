@@ -147,7 +147,7 @@ def test_a_write_that_fails_is_not_stored(tmp_root: Path, io: FaultyIO, rows: st
 
 
 def test_a_lost_write_is_never_believed(tmp_root: Path, io: FaultyIO, rows: str) -> None:
-    with Host(tmp_root, rows, io_timeout_s=0.1, breaker_failures=0) as host:
+    with Host(tmp_root, rows, io_timeout_s=0.5, breaker_failures=0) as host:
         host.put(ALL[-1:])  # makes the slab
         io.hang("pwrite", times=1)
         result = host.put(ALL)
@@ -184,7 +184,7 @@ def test_gathered_says_when_a_row_may_be_reused(tmp_root: Path, io: FaultyIO, ro
 
 
 def test_a_lost_read_and_its_row(tmp_root: Path, io: FaultyIO, rows: str) -> None:
-    with Host(tmp_root, rows, io_timeout_s=0.1, breaker_failures=0) as host:
+    with Host(tmp_root, rows, io_timeout_s=0.5, breaker_failures=0) as host:
         host.put(ALL)
         hanging = io.hang("pread", times=1, offset=host.where(3))
         job = host.submit("submit_load", [3])

@@ -333,7 +333,7 @@ def test_a_load_goes_ahead_of_stores_that_hang(tier: Kind, tmp_root: Path) -> No
                 before = fault.hits()
                 time.sleep(0.5)
             try:
-                assert rig.wait(rig.submit([50], request, load=True), timeout=3).success
+                assert rig.wait(rig.submit([50], request, load=True), timeout=20).success
             finally:
                 fault.release()
                 for job in stores:

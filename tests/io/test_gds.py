@@ -354,7 +354,7 @@ def test_more_than_was_asked_for_is_not_believed(machine: Machine, monkeypatch: 
 
 @pytest.mark.parametrize("what", ["CuFile", "raw_write"])
 def test_a_call_that_never_returns_is_given_up_and_others_go_on(machine: Machine, what: str) -> None:
-    backend = machine.backend(depth=1, io_timeout_s=0.2, max_lost=1)
+    backend = machine.backend(depth=1, io_timeout_s=0.5, max_lost=1)
     double = machine.kvikio.double
     double.faults["hang"] = [what]
     window = machine.device(random(4 * KIB))
@@ -377,7 +377,7 @@ def test_a_call_that_never_returns_is_given_up_and_others_go_on(machine: Machine
 
 
 def test_where_no_thread_is_left_everything_fails_at_once(machine: Machine) -> None:
-    backend = machine.backend(depth=1, io_timeout_s=0.05, max_lost=0)
+    backend = machine.backend(depth=1, io_timeout_s=0.3, max_lost=0)
     machine.kvikio.double.faults["hang"] = ["raw_write"]
     window = machine.device(random(4 * KIB))
     with backend.open(machine.path, create=True) as file:
@@ -440,7 +440,7 @@ def test_a_registration_that_hangs_is_given_up(machine: Machine) -> None:
 
 
 def test_memory_may_not_be_freed_where_its_deregistration_hangs(machine: Machine) -> None:
-    backend = machine.backend(io_timeout_s=0.05)
+    backend = machine.backend(io_timeout_s=0.5)
     window = machine.device(random(4 * KIB))
     assert backend.register(window.address, window.nbytes) == ""
     machine.kvikio.double.faults["hang"] = ["memory_deregister"]

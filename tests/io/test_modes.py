@@ -54,7 +54,7 @@ def test_a_call_that_hangs_is_left_behind(tmp_path: Path, faults: FaultyIO, op: 
     faults.hang(op, times=1)
     start = time.monotonic()
     mode = probe_mode(tmp_path, timeout_s=0.2)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert not mode.direct
     assert "no answer within 0.2 s" in mode.why
     faults.release()

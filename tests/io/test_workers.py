@@ -72,14 +72,14 @@ def test_what_is_to_be_called_then_is_called_once() -> None:
 
 def hung(workers: Workers, go: threading.Event) -> Call:
     call = workers.submit(lambda: int(go.wait(60)), "the call")
-    with pytest.raises(IOFault, match="the call: no answer within 0.05 s: given up") as info:
+    with pytest.raises(IOFault, match="the call: no answer within 0.3 s: given up") as info:
         call.get()
     assert info.value.errno == errno.ETIMEDOUT
     return call
 
 
 def test_a_call_that_does_not_return_is_given_up_and_its_thread_replaced() -> None:
-    workers, go = Workers("test", 1, io_timeout_s=0.05, max_lost=1), threading.Event()
+    workers, go = Workers("test", 1, io_timeout_s=0.3, max_lost=1), threading.Event()
     seen: list[bool] = []
     first = workers.submit(lambda: int(go.wait(60)), "the call")
     first.then(lambda: seen.append(first.lost))
@@ -100,7 +100,7 @@ def test_a_call_that_does_not_return_is_given_up_and_its_thread_replaced() -> No
 
 
 def test_where_no_thread_is_left_calls_fail_at_once_and_one_that_returns_helps() -> None:
-    workers, go = Workers("test", 1, io_timeout_s=0.05, max_lost=0), threading.Event()
+    workers, go = Workers("test", 1, io_timeout_s=0.3, max_lost=0), threading.Event()
     first = workers.submit(lambda: int(go.wait(60)), "the call")
     queued = workers.submit(lambda: 1, "queued")
     for call in (queued, workers.submit(lambda: 1, "after")):
@@ -116,7 +116,7 @@ def test_where_no_thread_is_left_calls_fail_at_once_and_one_that_returns_helps()
 
 
 def test_fewer_threads_where_not_all_may_be_replaced() -> None:
-    workers, go = Workers("test", 2, io_timeout_s=0.05, max_lost=0), threading.Event()
+    workers, go = Workers("test", 2, io_timeout_s=0.3, max_lost=0), threading.Event()
     hung(workers, go)
     assert workers.submit(lambda: 1, "call").get() == 1
     assert workers.stats()["threads"] == 1
@@ -128,9 +128,9 @@ def test_fewer_threads_where_not_all_may_be_replaced() -> None:
 
 
 def test_time_runs_from_the_start_of_a_call_and_not_from_its_place_in_the_queue() -> None:
-    workers = Workers("test", 1, io_timeout_s=0.5, max_lost=0)
-    calls = [workers.submit(lambda: time.sleep(0.1) or 1, "call") for _ in range(10)]
-    assert sum(call.get() for call in calls) == 10
+    workers = Workers("test", 1, io_timeout_s=1.5, max_lost=0)
+    calls = [workers.submit(lambda: time.sleep(0.1) or 1, "call") for _ in range(16)]
+    assert sum(call.get() for call in calls) == 16
 
 
 def test_closed_means_no_more_and_what_was_queued_ends() -> None:

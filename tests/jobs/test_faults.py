@@ -20,7 +20,7 @@ from tests.jobs.rig import EACH, GEOMETRY, MODEL, Rig, expect, poisoned, ranks
 from tests.oracle import Model
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
     """Wait for something that another thread brings about."""
     end = time.monotonic() + timeout_s
     while not condition():
@@ -116,8 +116,8 @@ def test_a_deadline_cuts_a_read_that_never_returns(tmp_path: Path, source, targe
         rig.store(source, EACH)
         rule = io.hang("pread", times=1, offset=slot_range(rig, 4))
         start = time.monotonic()
-        outcome = rig.load(target, EACH, deadline_s=0.3)
-        assert 0.25 < time.monotonic() - start < 5
+        outcome = rig.load(target, EACH, deadline_s=1.5)  # time for the seven others, on a busy machine too
+        assert 1.45 < time.monotonic() - start < 15
         assert rule.hits == 1
         assert [(e.chunk, e.status) for e in outcome.errors] == [(4, Status.CUT)]
         assert rig.runner.stats()["deadline_cuts"] == 1
@@ -131,12 +131,11 @@ def test_a_deadline_cuts_a_read_that_never_returns(tmp_path: Path, source, targe
 def test_a_cut_keeps_the_longest_prefix(tmp_path: Path, source, target) -> None:
     with Rig(tmp_path / "slots", source, threads=2) as rig, FaultyIO() as io:
         rig.store(source, EACH)
-        io.delay("pread", 0.05)
-        outcome = rig.load(target, EACH, deadline_s=0.13)
-        arrived = [c for c, status in enumerate(outcome.status) if status == Status.OK]
-        assert 2 <= len(arrived) <= 6
-        assert arrived == list(range(len(arrived))), "reads are issued in prefix order"
-    expect(MODEL, "hnd", target, arrived)
+        rule = io.hang("pread", offset=(slot_range(rig, 5)[0], 1 << 40))
+        outcome = rig.load(target, EACH, deadline_s=1.5)
+        assert rule.hits == 2, "both threads hang, so neither is in another chunk"
+        assert outcome.status.tolist() == [Status.OK] * 5 + [Status.CUT] * 3, "reads are issued in prefix order"
+    expect(MODEL, "hnd", target, range(5))
 
 
 def test_a_deadline_that_has_passed_reads_nothing(tmp_path: Path, source, target) -> None:
@@ -153,12 +152,14 @@ def test_nothing_is_written_after_the_result(tmp_path: Path, source, target, liv
     with Rig(tmp_path / "slots", source, threads=2, live=live, read_piece_bytes=4096) as rig, FaultyIO() as io:
         rig.store(source, EACH)
         io.delay("pread", 0.002)
-        seen = set()
-        for step in range(40):
+        seen: set[int] = set()
+        step = 0
+        while step < 40 or (len(seen) < 3 and step < 400):  # more of them on a machine that is that slow
             for mine in target:
                 for tensor in mine.tensors:
                     tensor[:] = 0xA5
             outcome = rig.load(target, EACH, deadline_s=0.001 * step)
+            step += 1
             snapshot = [tensor.copy() for mine in target for tensor in mine.tensors]
             arrived = [c for c, status in enumerate(outcome.status) if status == Status.OK]
             seen.add(len(arrived))
@@ -177,7 +178,7 @@ def test_cancel_answers_at_once(tmp_path: Path, source, target) -> None:
         job = rig.submit(LOAD, target, EACH)
         until(lambda: rule.hits == 2, "both threads hang")
         rig.runner.cancel(job)
-        assert set(rig.finish(LOAD, 1.0).status.tolist()) == {Status.CANCELLED}
+        assert set(rig.finish(LOAD).status.tolist()) == {Status.CANCELLED}, "while the reads still hang"
         io.release()
     assert poisoned(target)
 
@@ -186,7 +187,7 @@ def test_cancel_answers_at_once(tmp_path: Path, source, target) -> None:
 
 
 def test_a_lost_read_is_given_up_and_its_thread_replaced(tmp_path: Path, source, target) -> None:
-    with Rig(tmp_path / "slots", source, threads=1, io_timeout_s=0.1) as rig, FaultyIO() as io:
+    with Rig(tmp_path / "slots", source, threads=1, io_timeout_s=0.5) as rig, FaultyIO() as io:
         rig.store(source, EACH)
         io.hang("pread", times=1, offset=slot_range(rig, 0))
         outcome = rig.load(target, EACH)
@@ -206,7 +207,7 @@ def test_a_lost_read_is_given_up_and_its_thread_replaced(tmp_path: Path, source,
 
 
 def test_a_lost_write_keeps_its_slot_until_it_returns(tmp_path: Path, source) -> None:
-    with Rig(tmp_path / "slots", source, threads=2, io_timeout_s=0.1) as rig, FaultyIO() as io:
+    with Rig(tmp_path / "slots", source, threads=2, io_timeout_s=0.5) as rig, FaultyIO() as io:
         io.hang("pwrite", times=1, offset=slot_range(rig, 3))
         outcome = rig.store(source, EACH)
         assert [(e.chunk, e.status) for e in outcome.errors] == [(3, Status.LOST)]
@@ -218,7 +219,7 @@ def test_a_lost_write_keeps_its_slot_until_it_returns(tmp_path: Path, source) ->
 
 
 def test_when_no_thread_is_left_jobs_still_end(tmp_path: Path, source, target) -> None:
-    with Rig(tmp_path / "slots", source, threads=2, io_timeout_s=0.1, max_lost_threads=0) as rig, FaultyIO() as io:
+    with Rig(tmp_path / "slots", source, threads=2, io_timeout_s=0.5, max_lost_threads=0) as rig, FaultyIO() as io:
         rig.store(source, EACH)
         io.hang("pread")
         outcome = rig.load(target, EACH)
@@ -240,7 +241,7 @@ def test_shutdown_is_bounded_while_calls_hang(tmp_path: Path, source, target, di
         until(lambda: rule.hits == stuck, "threads hang")
         start = time.monotonic()
         assert rig.runner.shutdown(0.2) == stuck
-        assert 0.15 < time.monotonic() - start < 2
+        assert 0.15 < time.monotonic() - start < 20
         status = rig.finish(direction).status
         lost = stuck if direction == STORE else 0  # only a slot that may still be written is no plain cancellation
         assert sorted(status.tolist()) == [Status.CANCELLED] * (8 - lost) + [Status.LOST] * lost
@@ -289,7 +290,7 @@ def test_a_timeout_that_has_passed_is_none(tmp_path: Path, source, seconds: floa
         start = time.monotonic()
         assert rig.runner.wait([LOAD], seconds) is False
         assert rig.runner.shutdown(seconds) == 0
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 20
         with pytest.raises(ConfigError, match="nan"):
             rig.runner.wait([LOAD], float("nan"))
 
@@ -302,7 +303,7 @@ def test_a_close_that_hangs_stops_nobody(tmp_path: Path, source, target) -> None
         other = rig.lib.kvx_file_adopt(os.open(copy, os.O_RDWR), b"copy", 0)
         record = _native.Chunk.from_buffer_copy(rig.record(0))
         record.file = other
-        slow = io.delay("pread", 0.2)
+        slow = io.delay("pread", 1.5, times=1)
         closing = io.hang("close")
         job = rig.submit(LOAD, target, EACH[:1], records=[bytes(record)])
         until(lambda: slow.hits == 1, "its read is under way")
@@ -345,7 +346,7 @@ def test_loads_go_ahead_of_stores_that_came_first(tmp_path: Path, source, target
         rig.submit(STORE, source, EACH[4:], chunks=range(4, 8))
         rig.submit(LOAD, target, EACH[1:4], chunks=range(1, 4))
         written = FaultyIO.calls("pwrite")
-        io.delay("pwrite", 0.05)
+        io.delay("pwrite", 1.0, times=1)  # of the store that comes next: time enough to look
         io.release()
         assert not rig.finish(LOAD).status.any()
         assert FaultyIO.calls("pwrite") <= written + 1, "a load waited for stores that were only queued"
@@ -370,7 +371,7 @@ def test_source_blocks_are_free_before_the_write_is_done(tmp_path: Path, source)
         rule = io.hang("pwrite")
         job = rig.submit(STORE, source, [[0]])
         until(lambda: rule.hits == 1, "the write hangs")
-        assert rig.runner.wait_gathered(job, 1.0) is True
+        assert rig.runner.wait_gathered(job, 10.0) is True
         more = rig.submit(STORE, source, [[1], [2]], chunks=[1, 2])
         assert rig.runner.wait_gathered(more, 0.05) is False, "its thread hangs in the other job's write"
         io.release()
@@ -389,4 +390,5 @@ def test_submit_does_not_wait_for_slow_storage(tmp_path: Path, source) -> None:
             took.append(time.perf_counter() - start)
         for _ in range(200):
             assert not rig.finish(STORE).status.any()
-        assert sorted(took)[150] < 0.005  # the machine may hold a thread up now and then; the storage would each time
+        # The machine may hold a thread up now and then; the storage would each time, for 50 ms.
+        assert sorted(took)[150] < 0.025

@@ -219,7 +219,7 @@ def test_rows_that_no_transfer_can_use_are_copied_first(
 def test_a_row_that_changes_under_a_lost_write_is_never_believed(
     tmp_path: Path, io: FaultyIO, source: Table, target: Table, straight: dict[str, Any]
 ) -> None:
-    with rig_of(tmp_path, source, straight, io_timeout_s=0.1) as rig:
+    with rig_of(tmp_path, source, straight, io_timeout_s=0.5) as rig:
         io.hang("pwrite", times=1, offset=slot_range(rig, 3))
         job = rig.submit(STORE, [source.pages], CHUNKS)
         outcome = rig.finish(STORE)
@@ -244,7 +244,7 @@ def test_a_cancelled_store_does_not_wait_for_its_write(
         job = rig.submit(STORE, [source.pages], [[0]])
         until(lambda: rule.hits == 1, "the write hangs")
         rig.runner.cancel(job)
-        assert rig.finish(STORE, 5.0).status.tolist() == [Status.LOST]
+        assert rig.finish(STORE).status.tolist() == [Status.LOST]
         io.release()
         late: list[tuple[int, int]] = []
         until(lambda: bool(late.extend(rig.runner.late()) or late), "the write returns")
@@ -257,7 +257,7 @@ def test_a_cancelled_store_does_not_wait_for_its_write(
 def test_a_lost_read_has_no_result_before_it_returns(
     tmp_path: Path, io: FaultyIO, source: Table, target: Table, straight: dict[str, Any]
 ) -> None:
-    with rig_of(tmp_path, source, straight, threads=1, io_timeout_s=0.1) as rig:
+    with rig_of(tmp_path, source, straight, threads=1, io_timeout_s=0.5) as rig:
         rig.store([source.pages], CHUNKS)
         rule = io.hang("pread", times=1, offset=slot_range(rig, 2))
         stuck = rig.submit(LOAD, [target.pages], [[2]], chunks=[2])
@@ -307,7 +307,7 @@ def test_a_shutdown_gives_up_reads_and_says_so(
         until(lambda: rule.hits == 2, "both threads hang")
         start = time.monotonic()
         assert rig.runner.shutdown(0.2) == 2
-        assert 0.15 < time.monotonic() - start < 5
+        assert 0.15 < time.monotonic() - start < 20
         status = rig.finish(LOAD).status.tolist()
         assert sorted(status) == [Status.CANCELLED] * 6 + [Status.LOST] * 2
         io.release()
@@ -321,7 +321,7 @@ def test_a_load_with_a_deadline_ends_at_it(
     with rig_of(tmp_path, source, straight) as rig:
         rig.store([source.pages], CHUNKS)
         io.hang("pread", times=1, offset=slot_range(rig, 4))
-        outcome = rig.load([target.pages], CHUNKS, deadline_s=0.3)
+        outcome = rig.load([target.pages], CHUNKS, deadline_s=1.5)  # time for the others, on a busy machine too
         assert [(e.chunk, e.status) for e in outcome.errors] == [(4, Status.CUT)]
         row = target.rows[4].copy()
         target.rows[4] = 0x11  # its next owner's
@@ -337,11 +337,13 @@ def test_nothing_is_written_after_a_result(
     with rig_of(tmp_path, source, mode) as rig:
         rig.store([source.pages], CHUNKS)
         io.delay("pread", 0.002)
-        seen = set()
-        for step in range(25):
+        seen: set[int] = set()
+        step = 0
+        while step < 25 or (len(seen) < 3 and step < 250):  # more of them on a machine that is that slow
             target.rows[:] = POISON
             job = rig.submit(LOAD, [target.pages], CHUNKS)
             time.sleep(0.001 * step)
+            step += 1
             rig.runner.cancel(job)
             outcome = rig.finish(LOAD)
             after = target.rows.copy()

@@ -30,7 +30,7 @@ def rows_of(root: Path) -> list[Row]:
     return [row for row in found if row is not None]
 
 
-def eventually(look: Callable[[], bool], seconds: float = 10.0) -> float:
+def eventually(look: Callable[[], bool], seconds: float = 30.0) -> float:
     """How long it took until `look` was true."""
     start = time.monotonic()
     while not look():

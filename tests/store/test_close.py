@@ -335,7 +335,7 @@ def test_a_close_whose_own_calls_hang_is_bounded(root: Path, op: str) -> None:
         rule = io.hang(op)
         start = time.monotonic()
         assert store.close(0.2) is False
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 20
         assert rule.hits == 1
         with pytest.raises(StoreError, match="closed"):
             store.lookup_prefix(digest, [rig.key(0)])

