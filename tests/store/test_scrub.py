@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.store import Store, scrub
+from kvxfer.store.reading import SlotReader
+from kvxfer.store.records import IndexRecord
 from kvxfer.store.scrub import Scrubbed, Scrubber, Throttle
 from kvxfer.testing import FaultyIO, ManualClock
 from tests.store import rig
@@ -103,11 +105,11 @@ def test_time_that_was_not_used_is_not_made_up_for() -> None:
 def test_what_changes_under_it_is_no_damage(filled: tuple[Store, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk is replaced while it is being read: its slot is given to another one, and written over."""
     store, digest = filled
-    real = scrub.SlotReader.check
+    real = SlotReader.check
     others = iter(range(1000, 9000))
     busy = False
 
-    def check(reader: scrub.SlotReader, record: object) -> object:
+    def check(reader: SlotReader, record: IndexRecord) -> tuple[str, str] | None:
         nonlocal busy
         if not busy:
             busy = True
@@ -117,9 +119,9 @@ def test_what_changes_under_it_is_no_damage(filled: tuple[Store, bytes], monkeyp
                     store.unpin([entry])
             assert store.maintain()
             assert all(rig.put(store, digest, [rig.key(next(others)) for _ in range(80)]))
-        return real(reader, record)  # type: ignore[arg-type]
+        return real(reader, record)
 
-    monkeypatch.setattr(scrub.SlotReader, "check", check)
+    monkeypatch.setattr(SlotReader, "check", check)
     done = scrubbed(store)
     assert (done.removed, done.unreadable) == ([], [])
     assert done.changed > 0
@@ -158,7 +160,7 @@ def test_a_store_scrubs_itself(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
     real = Store.invalidate
 
     def invalidate(store: Store, entry: object, reason: str) -> bool:
-        done = real(store, entry, reason)  # type: ignore[arg-type]
+        done = real(store, entry, reason)
         if reason == "bad_sum":
             found.set()
         return done
@@ -188,10 +190,10 @@ def test_what_cannot_be_read_and_went_is_neither_damaged_nor_unreadable(
     filled: tuple[Store, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, digest = filled
-    real = scrub.SlotReader.check
+    real = SlotReader.check
     first = True
 
-    def check(reader: scrub.SlotReader, record: scrub.IndexRecord) -> tuple[str, str] | None:
+    def check(reader: SlotReader, record: IndexRecord) -> tuple[str, str] | None:
         nonlocal first
         if not first:
             return real(reader, record)
@@ -202,6 +204,6 @@ def test_what_cannot_be_read_and_went_is_neither_damaged_nor_unreadable(
             store.unpin([entry])
         return "io", "gone"
 
-    monkeypatch.setattr(scrub.SlotReader, "check", check)
+    monkeypatch.setattr(SlotReader, "check", check)
     done = scrubbed(store)
     assert (done.chunks, done.changed, done.removed, done.unreadable) == (59, 1, [], [])
