@@ -6,7 +6,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvxfer.errors import StoreError
+from kvxfer.errors import IOFault, StoreError
+from kvxfer.report import reporter
+from kvxfer.staging import AlignedBuffer
 from kvxfer.store import uses
 from kvxfer.store.entry import Entry
 from kvxfer.store.ledger import Ledger
@@ -15,7 +17,7 @@ from kvxfer.store.room import SlabRoom
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.table import Table
 
-STEP = 1024  # chunks that are taken out with the root's lock held once
+STEP = 256  # chunks that are taken out with the root's lock held once
 TEND_S = 60.0  # how often a store looks for chunks that are past their time
 
 Chosen = Callable[[Entry, int], bool]  # an entry, and when it was used last
@@ -55,16 +57,32 @@ class Cleaner:
                 latest[entry.digest] = max(latest[entry.digest], self._used(entry))
         return latest
 
-    def drop(self, entries: Sequence[Entry], reason: str) -> tuple[int, int]:
+    def drop(self, entries: Sequence[Entry], reason: str, *, wipe: bool = True) -> tuple[int, int]:
         """Takes out those of at most STEP entries that are still there; (chunks, bytes of their slots).
+
+        Args:
+            wipe: their first trailer pages are overwritten, so that no rebuild of the index finds them again.
 
         Raises:
             StoreError: the index could not be told; they are misses all the same.
         """
         gone = [entry for entry in entries[:STEP] if self._table.doom(entry, reason)]
+        if wipe:  # while the index names them still, and so nobody has their slots
+            self._wipe(gone)
         if not self._ledger.settle():
             raise StoreError("the index could not be written: what was taken out may be there again at the next open")
         return len(gone), sum(entry.slab.slot_bytes for entry in gone)
+
+    @staticmethod
+    def _wipe(entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            layout = entry.slab.layout
+            page = AlignedBuffer(layout.alignment, layout.alignment)
+            page.array[:] = 0
+            try:
+                entry.slab.write(page, entry.slot_offset + layout.payload_stride)
+            except IOFault as exc:
+                reporter.warn("wipe", f"a removed chunk's trailer cannot be overwritten: {exc}", error=exc)
 
     def drop_empty_slabs(self) -> tuple[int, int]:
         """Removes slabs in which nothing is, and that nobody writes into; (slabs, bytes of their files)."""
@@ -105,7 +123,7 @@ class Cleaner:
         if len(old) < STEP:  # else there are more: the others get the lock in between
             self._next_tend = now + min(TEND_S, max(1.0, self._ttl_s / 10))
         if old:
-            self.drop(old, "expired")
+            self.drop(old, "expired", wipe=False)
 
     def _expired(self, ttl_s: float) -> list[Entry]:
         """At most STEP entries that were certainly not used for `ttl_s`."""

@@ -88,6 +88,9 @@ def test_what_is_chosen_goes_and_nothing_else(
         digest.hex() for who, (digest, _) in stored.items() if who not in goes
     }
     assert left(tmp_root, stored) == {who: 0 if who in goes else 5 for who in WHO}
+    if goes:
+        (tmp_root / "index" / "state.json").unlink()
+        assert left(tmp_root, stored) == {who: 0 if who in goes else 5 for who in WHO}, "nor do they come back"
 
 
 def test_by_time(tmp_root: Path, capsys: pytest.CaptureFixture[str], clock: ManualClock) -> None:
