@@ -32,6 +32,7 @@ _DIRECTORY_ENTRY = 64  # bytes that one more slab's name may cost its directory
 _INDEX_MIN, _INDEX_MID, _INDEX_MAX = _MIB, 64 * _MIB, 1 << 40  # the largest can be mapped by any 64-bit process
 _MAX_NAMESPACES = 64
 _LEAST_CAPACITY = 4 * _MIB
+_MAX_TTL_S = 10 * 365 * 86400
 SPARE_DESCRIPTORS = 64  # open files of a process beside its store's slabs
 
 
@@ -92,6 +93,8 @@ class StoreConfig:
     # begun anew: no open ever scans) | process (the end of processes, however they end; after the machine went down
     # what is whole is found by a scan) | power (a power cut too, and no scan: each commit waits for the device).
     durability: str = "process"
+    ttl_s: float | None = None  # chunks that nobody used for so long are removed, at most ten minutes later
+    scrub_bytes_per_s: int | None = None  # a thread reads and checks what is stored, again and again, at this rate
     open_timeout_s: float = 60.0  # how long an open waits for a process that has the root locked: it may be scanning it
     # At most so much is written in any stretch of time, shared evenly by the processes that have the root open: bytes a
     # second, or drive-writes-per-day. What goes beyond is dropped and counted. None: any amount.
@@ -128,6 +131,10 @@ class StoreConfig:
                 )
         _check_seconds(self, 0.0, "open_timeout_s")
         self._check_writes()
+        if self.ttl_s is not None and (type(self.ttl_s) not in (int, float) or not 60 <= self.ttl_s <= _MAX_TTL_S):
+            raise ConfigError(f"ttl_s={self.ttl_s!r} must be a number of seconds in 60..{_MAX_TTL_S}")
+        if self.scrub_bytes_per_s is not None:
+            _check_integers(self, 1, "scrub_bytes_per_s")
         self.check_room(0, 0)
 
     def _check_writes(self) -> None:

@@ -226,6 +226,8 @@ _STORE_FIELDS = {
     "namespace_errors": _counter(
         "kvxfer_namespace_errors_total", "Namespace files that could not be written.", "files"
     ),
+    "scrubbed_chunks": _counter("kvxfer_scrubbed_chunks_total", "Chunks that a scrub found right.", "chunks"),
+    "scrubbed_bytes": _counter("kvxfer_scrubbed_bytes_total", "Their payload.", "bytes"),
 }
 _STORE_REASONS = {
     "evictions": (
@@ -235,7 +237,8 @@ _STORE_REASONS = {
     "invalidations": (
         _counter(
             "kvxfer_invalidated_chunks_total",
-            "Chunks taken out because their bytes were not what they should be.",
+            "Chunks taken out because their bytes were not what they should be, or because nobody wants them any more: "
+            "expired (ttl_s), removed (kvxfer gc, reset).",
             "chunks",
             reason=INVALIDATION_REASONS,
         ),

@@ -59,6 +59,10 @@ def test_a_missing_root_is_named() -> None:
         ({"drive_bytes": 5}, "drive_bytes=5 is for write_dwpd, which is left out"),
         ({"write_bytes_per_s": 5, "drive_bytes": 5}, "drive_bytes=5 is for write_dwpd"),
         ({"write_burst_bytes": 5}, "write_burst_bytes=5 is for a budget: give write_bytes_per_s or write_dwpd"),
+        ({"ttl_s": 59.9}, "ttl_s=59.9 must be a number of seconds in 60"),
+        ({"ttl_s": float("nan")}, "ttl_s=nan"),
+        ({"ttl_s": True}, "ttl_s=True"),
+        ({"scrub_bytes_per_s": 0}, "scrub_bytes_per_s=0 must be an integer of at least 1"),
     ],
 )
 def test_store_values_that_cannot_work_are_named(changes: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import kvxfer
-from kvxfer.cli import bench, demo, doctor, epoch, inspect, verify
+from kvxfer.cli import bench, demo, doctor, epoch, gc, inspect, port, quota, reset, scrub, verify
 from kvxfer.cli.output import BAD_INPUT, FAILED
 
 WRONG_BYTES = FAILED  # what the demo finds
@@ -32,6 +32,13 @@ app.command(name="demo", epilog=demo.EPILOG)(demo.command)
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.command)
 app.command(name="inspect", epilog=inspect.EPILOG)(inspect.command)
 app.command(name="verify", epilog=verify.EPILOG)(verify.command)
+app.command(name="gc", epilog=gc.EPILOG)(gc.command)
+app.command(name="scrub", epilog=scrub.EPILOG)(scrub.command)
+app.command(name="export", epilog=port.EXPORT_EPILOG)(port.export)
+app.command(name="import", epilog=port.IMPORT_EPILOG)(port.import_)
+app.command(name="quota", epilog=quota.EPILOG)(quota.command)
+app.command(name="reset", epilog=reset.RESET_EPILOG)(reset.reset)
+app.command(name="rebuild-index", epilog=reset.REBUILD_EPILOG)(reset.rebuild)
 app.add_typer(epoch.app, name="epoch")
 app.add_typer(bench.app, name="bench")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -97,6 +98,42 @@ def whole_number(text: str) -> int:
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r}: allowed are whole numbers") from None
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def duration(text: str) -> float:
+    """An option's time in seconds: `90s`, `15m`, `12h`, `7d` or `2w`.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    number, unit = text[:-1], text[-1:]
+    if not (number.isascii() and number.isdigit() and len(number) <= 9 and unit in _UNITS):
+        raise typer.BadParameter(f"{text!r}: allowed are whole numbers and a unit: 90s, 15m, 12h, 7d, 2w")
+    return int(number) * _UNITS[unit]
+
+
+_SIZE = re.compile(r"([0-9]{1,15})(?:([KMGT])(?:iB)?)?")
+
+
+def nbytes(text: str) -> int:
+    """An option's size in bytes: `10G`, `512MiB`, `4096`; units are powers of 1024.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    if (match := _SIZE.fullmatch(text)) is None:
+        raise typer.BadParameter(f"{text!r}: allowed are sizes such as 4096, 512M or 10GiB")
+    return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
+
+
+def declined(as_json: bool) -> typer.Exit:
+    """What ends a command to which somebody said no."""
+    if as_json:
+        print_json({"error": {"type": "Declined", "message": "nothing was changed"}})
+    return typer.Exit(FAILED)
 
 
 def as_object(value: Any) -> dict[str, Any]:

@@ -82,12 +82,16 @@ def path_of(folder: Path | None, identity: Identity) -> Path | None:
     return folder / f"copy-engines-{digest[:16]}.json"
 
 
+def _plain_opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)  # a pipe keeps nobody waiting
+
+
 def read(folder: Path | None, identity: Identity) -> tuple[Kept, list[str]]:
     """What is kept, nothing if it is not to be believed; and why not."""
     if (path := path_of(folder, identity)) is None:
         return Kept(), []
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_plain_opener) as file:
             text = file.read(MOST_FILE_BYTES + 1)
     except FileNotFoundError:
         return Kept(), []

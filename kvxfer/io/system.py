@@ -18,6 +18,7 @@ from kvxfer.errors import IOFault
 
 PRIVATE_FILE = 0o600
 PRIVATE_DIRECTORY = 0o700
+SHARED_FILE, SHARED_DIRECTORY = 0o660, 0o2770
 TEMPORARY = ".tmp"
 _CHUNK = 1 << 20
 
@@ -45,6 +46,53 @@ def sys_mkdir(path: Path) -> None:
     result = int(_native.lib().kvx_sys_mkdir(os.fsencode(path), PRIVATE_DIRECTORY))
     if result < 0 and not (result == -errno.EEXIST and path.is_dir()):
         raise fault(result, "mkdir", path)
+
+
+def mkdir_within(path: Path) -> None:
+    """`sys_mkdir` in a root: the new directory is as shared as the one it is in (`share`)."""
+    there = path.is_dir()
+    sys_mkdir(path)
+    if not there and is_shared(path.parent):
+        os.chmod(path, SHARED_DIRECTORY)
+
+
+def is_shared(directory: Path) -> bool:
+    """Whether somebody made a directory for its group: setgid, and the group may do everything (mode 2770)."""
+    try:
+        return os.stat(directory).st_mode & 0o2070 == 0o2070
+    except OSError:
+        return False
+
+
+def share(fd: int, path: Path) -> None:
+    """Lets the group read and write a new file in a directory that was made for the group; else it stays the owner's.
+
+    Raises:
+        IOFault: that failed.
+    """
+    if is_shared(path.parent):
+        try:
+            os.fchmod(fd, SHARED_FILE)
+        except OSError as exc:
+            raise fault(exc.errno or errno.EIO, "chmod", path) from exc
+
+
+def share_path(path: Path) -> None:
+    """`share`, of a file that is named."""
+    if is_shared(path.parent) and stat.S_IMODE(os.stat(path).st_mode) != SHARED_FILE:  # else it may be another user's
+        os.chmod(path, SHARED_FILE)
+
+
+def check_plain(path: Path) -> None:
+    """Raises IOFault where there is something at `path` that is no regular file: a link, a pipe, a directory."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise fault(exc.errno or errno.EIO, "lstat", path) from exc
+    if not stat.S_ISREG(mode):
+        raise fault(errno.ELOOP if stat.S_ISLNK(mode) else errno.EINVAL, "no regular file", path)
 
 
 def sys_unlink(path: Path) -> None:
@@ -135,11 +183,11 @@ def _retried(name: str, fd: int, nbytes: int) -> int:
     return result
 
 
-def write_all(fd: int, data: bytes, offset: int, path: Path) -> None:
+def write_all(fd: int, data: bytes | memoryview, offset: int, path: Path) -> None:
     """Writes all of `data` at `offset`, over as many calls as it takes."""
     moved = 0
     while moved < len(data):
-        left = data[moved : moved + _CHUNK]
+        left = bytes(data[moved : moved + _CHUNK])
         result = int(_native.lib().kvx_sys_pwrite(fd, left, len(left), offset + moved))
         if result == -errno.EINTR:
             continue
@@ -173,7 +221,7 @@ def read_small(path: Path, limit: int = _CHUNK) -> bytes | None:
         IOFault: it cannot be read, or is no file but something that could keep its reader waiting.
     """
     try:
-        fd = sys_open(path, os.O_RDONLY | os.O_NONBLOCK)
+        fd = sys_open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except IOFault as exc:
         if exc.errno == errno.ENOENT:
             return None
@@ -196,9 +244,17 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
             be put on the device, the new one is there, until the machine goes down at least.
     """
     temporary = path.with_name(path.name + TEMPORARY)
-    fd = sys_open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    try:
+        fd = sys_open(temporary, flags)
+    except IOFault as exc:
+        if exc.errno != errno.EEXIST:
+            raise
+        sys_unlink(temporary)  # left by a process that was killed, or another's link: not written through
+        fd = sys_open(temporary, flags)
     try:
         try:
+            share(fd, temporary)
             write_all(fd, data, 0, temporary)
             if durable:
                 sys_fsync(fd, temporary)

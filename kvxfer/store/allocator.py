@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.slot import SlotLayout
-from kvxfer.store.entry import Reservation
+from kvxfer.store.entry import Entry, Reservation
 from kvxfer.store.index import TRANSACTION, Index
 from kvxfer.store.ledger import Ledger
 from kvxfer.store.records import IndexRecord
@@ -16,11 +16,14 @@ class Allocator:
 
     def __init__(self, table: Table, room: SlabRoom, index: Index, ledger: Ledger) -> None:
         self._table, self._room, self._index, self._ledger = table, room, index, ledger
+        self._owner = b""  # the namespace for which room is being made
 
-    def take(self, slot: SlotLayout, n: int) -> list[Reservation]:
-        """Up to n slots, of which other processes know that they are taken."""
+    def take(self, slot: SlotLayout, n: int, digest: bytes = b"") -> list[Reservation]:
+        """Up to n slots for a namespace, of which other processes know that they are taken."""
         if self._table.has_doomed:
             self._ledger.settle()  # their slots are free then
+        self._owner = digest
+        n = self.fit(digest, slot, n)
         n = min(n, self._index_room(slot, n))
         taken: list[Reservation] = []
         try:
@@ -29,6 +32,18 @@ class Allocator:
             self._table.release(taken)
             raise
         return taken
+
+    def fit(self, digest: bytes, slot: SlotLayout, n: int) -> int:
+        """How many more chunks a namespace's quota allows, once its own oldest ones made way for n."""
+        with self._table.lock:
+            victims = self._table.shares.over(digest, slot.slot_bytes, n)
+        for start in range(0, len(victims), TRANSACTION):
+            if not self._forget(victims[start : start + TRANSACTION], "quota"):
+                self._table.reinstate(victims[start + TRANSACTION :])
+                break
+        with self._table.lock:
+            left = self._table.shares.left(digest, slot.slot_bytes)
+        return n if left is None else min(n, left)
 
     def _fill(self, slot: SlotLayout, n: int, taken: list[Reservation]) -> None:
         made, reclaim = self._room.widen(slot, n), True
@@ -69,9 +84,11 @@ class Allocator:
         return table.entries + table.reserved + table.leases.foreign_slots
 
     def _evict(self, slot: SlotLayout, n: int, reason: str) -> bool:
-        victims = self._table.victims(slot, n)
-        if not victims:
-            return False
+        victims = self._table.victims(slot, n, self._owner)
+        return bool(victims) and self._forget(victims, reason)
+
+    def _forget(self, victims: list[Entry], reason: str) -> bool:
+        """Has the index forget entries that were taken out; False where they are back."""
         if self._index.apply([IndexRecord.of(victim) for victim in victims], ()):
             self._table.settle(victims, reason)
             return True

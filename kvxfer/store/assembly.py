@@ -54,6 +54,8 @@ def assemble(
         for slab in opened.slabs:
             table.attach(slab)
         table.load(opened.entries)
+        with table.lock:
+            table.uses.adopt(opened.uses, opened.entries)
         table.evictions["shrunk"] = opened.shrunk
         if others:
             follower.reload(rows)

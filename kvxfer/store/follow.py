@@ -26,6 +26,8 @@ from kvxfer.store.records import (
     Row,
     SlabName,
     SlabRow,
+    UsedName,
+    UsedRow,
     gone,
     item,
     parse,
@@ -106,7 +108,9 @@ class Follower:
 
     def everything(self) -> list[Row]:
         """All rows but epochs, for an index that is written anew."""
-        return [*self._table.everything(), *self._room.rows.values(), *self.members.values()]
+        with self._table.lock:
+            uses = self._table.uses.rows()
+        return [*self._table.everything(), *uses, *self._room.rows.values(), *self.members.values()]
 
     @property
     def is_alone(self) -> bool:
@@ -137,7 +141,11 @@ class Follower:
         entries: list[Row | Name] = []
         for change in changed:
             match change:
-                case None:
+                case None | UsedName():  # times go with their slab
+                    continue
+                case UsedRow():
+                    with self._table.lock:
+                        self._table.uses.merge(change)
                     continue
                 case IndexRecord() | EntryName() | LeaseRow() | LeaseName():
                     entries.append(change)
@@ -150,6 +158,8 @@ class Follower:
                 case SlabName(slab_id):
                     self._retire(slab_id)
                     self._room.forget(slab_id)
+                    with self._table.lock:
+                        self._table.uses.drop(slab_id)
                 case MemberRow():
                     self.members[change.seat] = change
                 case MemberName(seat):

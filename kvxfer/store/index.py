@@ -26,7 +26,15 @@ from typing import Any, NamedTuple
 import lmdb
 
 from kvxfer.errors import IOFault, StoreError
-from kvxfer.io.system import TEMPORARY, sync_directory, sys_mkdir, sys_rename, sys_unlink
+from kvxfer.io.system import (
+    TEMPORARY,
+    check_plain,
+    mkdir_within,
+    share_path,
+    sync_directory,
+    sys_rename,
+    sys_unlink,
+)
 from kvxfer.report import reporter
 from kvxfer.store import changes, trust
 from kvxfer.store.records import (
@@ -40,6 +48,7 @@ from kvxfer.store.records import (
     Item,
     Put,
     Row,
+    UsedRow,
     gone,
     item,
     parse,
@@ -53,7 +62,7 @@ BATCH = 4096  # records of one transaction when the index is written anew
 TRANSACTION = 256
 _MAX_EPOCHS = 65536
 # A record in pages that are half full, and pages that three transactions in a row may hold before they can be reused.
-_RECORD_BYTES, _FIXED_BYTES, _TOUCHED_BYTES, _VERSIONS = 330, 64 << 10, 4 << 20, 3
+_RECORD_BYTES, _FIXED_BYTES, _TOUCHED_BYTES, _VERSIONS = 340, 64 << 10, 4 << 20, 3
 _LOG_SHARE = 16  # the log of changes has this part of the file
 # After these the environment is of no more use, or has no room even to delete.
 _BROKEN = tuple(
@@ -77,10 +86,11 @@ class _File(Enum):
 
 
 class Loaded(NamedTuple):
-    """What an index held: records, and used epochs with the order of their use."""
+    """What an index held: records, used epochs with the order of their use, and times of use."""
 
     records: list[IndexRecord]
     epochs: dict[int, int]
+    uses: list[UsedRow]
 
 
 def max_records(map_bytes: int) -> int:
@@ -119,7 +129,7 @@ class Index:
     def load(self) -> Loaded | None:
         """What the index holds; None, with `lost` set, if it cannot be trusted and must be written anew."""
         try:
-            sys_mkdir(self.directory)
+            mkdir_within(self.directory)
             self.lost = trust.distrust(self.directory)
             if not self.lost:
                 loaded = self._read_all()
@@ -134,7 +144,7 @@ class Index:
         self._reopen()
         rows = self.everything()
         records = [row for row in rows if isinstance(row, IndexRecord)]
-        return Loaded(records, {row.epoch: row.order for row in rows if isinstance(row, EpochRow)})
+        return Loaded(records, dict(self._epochs), [row for row in rows if isinstance(row, UsedRow)])
 
     def join(self) -> list[Row]:
         """Opens the index that other processes have open, and reads it.
@@ -171,6 +181,7 @@ class Index:
         self.drop()
         self._close_inherited()
         path = self.directory / name
+        check_plain(path)  # LMDB would follow a link, and wait for a pipe
         try:
             self._env = lmdb.open(
                 str(path), map_size=self.map_bytes, subdir=False, mode=0o600, create=True, sync=self._synced,
@@ -183,6 +194,7 @@ class Index:
                 ) from exc
             raise
         status = os.stat(path)
+        share_path(path)
         self._inode, self._size = status.st_ino, status.st_size
         self._position = 0
         self._broken = False

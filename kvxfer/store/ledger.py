@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from kvxfer.store.entry import Reservation
 from kvxfer.store.index import TRANSACTION, Index
-from kvxfer.store.records import IndexRecord, Item, Put
+from kvxfer.store.records import IndexRecord, Item, Put, item
 from kvxfer.store.table import Table
+
+_USES = 256  # rows of times of use in one transaction
 
 
 class Ledger:
@@ -21,11 +23,20 @@ class Ledger:
         """Whether the table has changed since the last transaction."""
         return self._table.has_doomed or self._table.leases.has_changed
 
-    def settle(self) -> bool:
-        """Tells all there is; False where the index could not be written."""
+    def settle(self, everything: bool = False) -> bool:
+        """Tells all there is; False where the index could not be written.
+
+        Times of use, which can wait, go with what is told anyway, and at most one more time alone, unless `everything`.
+        """
+        uses = self._table.uses
         while self.has_something_to_say:
             if not self.tell([]):
                 return False
+        while uses.has_changed:
+            if not self.tell([]):
+                return False
+            if not everything:
+                break
         return True
 
     def tell(self, puts: Sequence[Put], rows: Sequence[Item] = (), committed: Sequence[Reservation] = ()) -> bool:
@@ -43,11 +54,13 @@ class Ledger:
             changed = table.leases.take_changed(TRANSACTION)
             leases = [table.leases.item(lease) for lease in changed]
             leases += table.leases.without(committed)
-        done = self._index.apply(deletes, puts, [*leases, *rows])
+            uses = table.uses.take_changed(_USES)
+        done = self._index.apply(deletes, puts, [*leases, *map(item, uses), *rows])
         if done:
             table.settle(doomed)
             return True
         table.keep_doomed(doomed)
         with table.lock:
             table.leases.keep_changed(changed)
+            table.uses.keep_changed(uses)
         return False

@@ -8,6 +8,7 @@ free, and nothing is ever taken from a process that is merely slow.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import weakref
@@ -16,7 +17,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvxfer.errors import IOFault, StoreError
-from kvxfer.io.system import read_upto, sys_close, sys_lock, sys_locked, sys_open, sys_unlock, write_all
+from kvxfer.io.system import (
+    check_plain,
+    read_upto,
+    share,
+    sys_close,
+    sys_lock,
+    sys_locked,
+    sys_open,
+    sys_unlock,
+    write_all,
+)
 from kvxfer.report import reporter
 
 LOCK_FILE = "lock"
@@ -53,8 +64,20 @@ class RootLock:
             IOFault: it cannot be.
         """
         path = root / LOCK_FILE
-        flags = os.O_RDONLY | os.O_NONBLOCK if only_look else os.O_RDWR | os.O_CREAT
-        lock = cls(sys_open(path, flags | os.O_NOFOLLOW), path)
+        flags = os.O_RDONLY if only_look else os.O_RDWR
+        try:
+            fd = sys_open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except IOFault as exc:
+            if only_look or exc.errno != errno.ENOENT:
+                raise
+            fd = sys_open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CREAT)
+            share(fd, path)
+        lock = cls(fd, path)
+        try:
+            check_plain(path)  # a pipe opens, but has no locks
+        except IOFault:
+            lock.close()
+            raise
         _LOCKS.add(lock)
         return lock
 

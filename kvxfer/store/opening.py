@@ -15,14 +15,14 @@ import lmdb
 from kvxfer.config import StoreConfig, slab_cost
 from kvxfer.errors import ConfigError, FormatError, IOFault
 from kvxfer.io.modes import IOMode, probe_mode, refuse_network
-from kvxfer.io.system import sync_directory, sys_close, sys_fdatasync, sys_mkdir, sys_open, try_unlink
+from kvxfer.io.system import mkdir_within, sync_directory, sys_close, sys_fdatasync, sys_open, try_unlink
 from kvxfer.report import reporter
 from kvxfer.store.entry import Entry
 from kvxfer.store.index import TRANSACTION, Index
 from kvxfer.store.members import RootLock
 from kvxfer.store.namespaces import NamespaceFiles
 from kvxfer.store.rebuild import scan_slabs
-from kvxfer.store.records import EpochRow, IndexRecord, MemberRow, Row, SlabRow, SlabState
+from kvxfer.store.records import EpochRow, IndexRecord, MemberRow, Row, SlabRow, SlabState, UsedRow, gone
 from kvxfer.store.root import (
     INDEX,
     NAMESPACES,
@@ -51,6 +51,7 @@ class Opened:
     slabs: list[SlabFile] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)  # the least recent first
     epochs: dict[int, int] = field(default_factory=dict)  # used ones, in the order of their use where that is known
+    uses: list[UsedRow] = field(default_factory=list)
     next_slab_id: int = 1
     shrunk: int = 0  # entries dropped because the cap is smaller now
     slab_errors: int = 0
@@ -79,7 +80,17 @@ def lock_root(config: StoreConfig) -> tuple[RootLock, IOMode | None]:
     if read_root(root) is None:
         mode = probe_mode(_nearest(root), config.direct)  # refuses before anything is made
         make_directories(root, config.durability == "power")
+    _check_owner(root)
     return RootLock.open(root), mode
+
+
+def _check_owner(root: Path) -> None:
+    """Says where somebody else could change the root: nothing in it protects against forged bytes."""
+    status = os.stat(root)
+    if status.st_uid != os.geteuid():
+        reporter.warn("owner", f"{root} belongs to user {status.st_uid}, this process is of {os.geteuid()}")
+    if status.st_mode & 0o002:
+        reporter.warn("mode", f"{root} can be changed by every user (mode {status.st_mode & 0o7777:o}): chmod 0700 it")
 
 
 def open_root(config: StoreConfig, lock: RootLock, others: list[int], mode: IOMode | None) -> Opened:
@@ -149,7 +160,7 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
         IOFault: the directories cannot be made, or (durability "power") what is there not be flushed.
     """
     for name in (SLABS, INDEX, NAMESPACES):
-        sys_mkdir(config.root / name)
+        mkdir_within(config.root / name)
     if config.durability == "power":
         _put_on_device(opened, config)
     _note_limits(opened, config)
@@ -158,7 +169,7 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
     loaded = index.load()
     headers = _open_slabs(opened)
     if loaded is not None:
-        records, opened.epochs = loaded.records, dict(loaded.epochs)
+        records, opened.epochs, opened.uses = loaded.records, dict(loaded.epochs), loaded.uses
         for record in records:
             opened.epochs.setdefault(record.generation >> 32, 0)
     elif config.durability == "none":
@@ -177,11 +188,16 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
     opened.shrunk += _trim_slabs(opened, config, records)
     whole = {slab.slab_id: _restore(opened, slab, *headers[slab.slab_id]) for slab in opened.slabs}
     dropped = _believe(opened, index, records, whole)
-    index.living = lambda: map(IndexRecord.of, opened.entries)
+    there = {slab.slab_id for slab in opened.found if slab.slab_id in whole or slab.path.exists()}
+    stale = [gone(row) for row in opened.uses if row.slab_id not in there]
+    opened.uses = [row for row in opened.uses if row.slab_id in there]
+    index.living = lambda: [*map(IndexRecord.of, opened.entries), *opened.uses]
     index.mark_open()
     if loaded is None or index.data_bytes > index.map_bytes:
         index.recreate(index.living(), opened.epochs)
     else:
+        for start in range(0, len(stale), TRANSACTION):
+            index.apply((), (), stale[start : start + TRANSACTION])
         for start in range(0, len(dropped), TRANSACTION):
             index.apply(dropped[start : start + TRANSACTION], ())
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvxfer.slot import MAX_KEY_BYTES, SlotLayout
 from kvxfer.store.access import Access
+from kvxfer.store.allocator import Allocator
 from kvxfer.store.entry import Entry, Reservation, SlotState
 from kvxfer.store.ledger import Ledger
 from kvxfer.store.records import IndexRecord, Put
@@ -16,12 +17,13 @@ from kvxfer.store.table import Table
 class Publisher:
     """Decides what becomes of chunks that were written, by what is under their keys."""
 
-    def __init__(self, table: Table, ledger: Ledger, counts: Counts) -> None:
-        self._table, self._ledger, self._counts = table, ledger, counts
+    def __init__(self, table: Table, ledger: Ledger, allocator: Allocator, counts: Counts) -> None:
+        self._table, self._ledger, self._allocator, self._counts = table, ledger, allocator, counts
 
     def publish(self, digest: bytes, items: Sequence[tuple[bytes, Reservation, int]], access: Access) -> list[bool]:
         """One transaction for at most TRANSACTION chunks; which of them can be looked up now. With the root's lock."""
         layout = self._table.layouts.get(digest)
+        room = len(items) if layout is None else self._allocator.fit(digest, layout, len(items))
         planned: dict[bytes, tuple[Entry, Reservation]] = {}
         puts: dict[bytes, Put] = {}
         outcome: list[bool] = []
@@ -31,6 +33,7 @@ class Publisher:
             usable = _fits(layout, key, reservation, mask)
             known = self._table.find(digest, key)
             there = planned[key][0] if key in planned else known
+            usable = usable and (len(planned) < room or key in planned or known is not None)
             present = usable and there is not None and mask & ~there.mask == 0
             waiting.append(key if usable and (not present or key in planned) else None)
             outcome.append(present)
@@ -43,6 +46,9 @@ class Publisher:
             entry = Entry(digest, key, reservation.slab, reservation.slot, reservation.generation, mask)
             planned[key] = entry, reservation
             puts[key] = Put(IndexRecord.of(entry), known.generation if known else 0)
+        with self._table.lock:  # before the index hears of it: other processes are to know both at once
+            for entry, _ in planned.values():
+                self._table.uses.note(entry.slab.slab_id, entry.slot)
         done = self._ledger.tell(list(puts.values()), committed=[one for _, one in planned.values()])
         if done:
             self._counts.replacements += self._table.install(planned.values(), access)

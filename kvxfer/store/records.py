@@ -16,11 +16,13 @@ _VALUE = struct.Struct("<QQQ32s")  # slab, slot, generation, mask
 _PLACE = struct.Struct("<QQQ")
 PLACE_BYTES = _PLACE.size
 # What the names of each kind begin with.
-EPOCHS, SLABS, MEMBERS, LEASES = b"epoch", b"slab", b"member", b"lease"
+EPOCHS, SLABS, MEMBERS, LEASES, USES = b"epoch", b"slab", b"member", b"lease", b"used"
+USE_SLOTS = 32  # of one row
 _EPOCH_VALUE = struct.Struct("<Q")
 _SLAB_VALUE = struct.Struct("<BQ")
 _MEMBER_VALUE = struct.Struct("<II")
 _LEASE_SLOT = struct.Struct("<QQQ")
+_USE_VALUE = struct.Struct(f"<{USE_SLOTS}I")
 
 
 class IndexRecord(NamedTuple):
@@ -98,7 +100,15 @@ class LeaseRow(NamedTuple):
     slots: Sequence[tuple[int, int, int]]  # (slab, slot, generation)
 
 
-Row = IndexRecord | EpochRow | SlabRow | MemberRow | LeaseRow
+class UsedRow(NamedTuple):
+    """When the slots of a part of a slab were used last: seconds since 1970, 0 where that is not known."""
+
+    slab_id: int
+    block: int  # the first of its slots is block * USE_SLOTS
+    times: Sequence[int]
+
+
+Row = IndexRecord | EpochRow | SlabRow | MemberRow | LeaseRow | UsedRow
 Item = tuple[bytes, bytes | None]  # the name of a row, and its value; None where it is gone
 
 
@@ -134,7 +144,14 @@ class LeaseName(NamedTuple):
     number: int
 
 
-Name = EntryName | EpochName | SlabName | MemberName | LeaseName
+class UsedName(NamedTuple):
+    """What the name of times of use says."""
+
+    slab_id: int
+    block: int
+
+
+Name = EntryName | EpochName | SlabName | MemberName | LeaseName | UsedName
 _NUMBERED: tuple[tuple[bytes, int, Callable[[int], Name]], ...] = (
     (EPOCHS, 4, EpochName),
     (SLABS, 8, SlabName),
@@ -156,6 +173,8 @@ def item(row: Row) -> tuple[bytes, bytes]:
         case LeaseRow():
             name = LEASES + row.epoch.to_bytes(4, "big") + row.number.to_bytes(8, "big")
             return name, b"".join([_LEASE_SLOT.pack(*slot) for slot in row.slots])
+        case UsedRow():
+            return USES + row.slab_id.to_bytes(8, "big") + row.block.to_bytes(4, "big"), _USE_VALUE.pack(*row.times)
 
 
 def gone(row: Row) -> Item:
@@ -170,6 +189,8 @@ def parse_name(name: bytes) -> Name | None:
         return EntryName(name[:DIGEST_BYTES], name[DIGEST_BYTES:]) if fits else None
     if name.startswith(LEASES) and len(name) == len(LEASES) + 12:
         return LeaseName(int.from_bytes(name[5:9], "big"), int.from_bytes(name[9:], "big"))
+    if name.startswith(USES) and len(name) == len(USES) + 12:
+        return UsedName(int.from_bytes(name[4:12], "big"), int.from_bytes(name[12:], "big"))
     for prefix, length, make in _NUMBERED:
         if name.startswith(prefix) and len(name) == len(prefix) + length:
             return make(int.from_bytes(name[len(prefix) :], "big"))
@@ -192,6 +213,8 @@ def parse(name: bytes, value: bytes) -> Row | None:
                 return MemberRow(seat, *_MEMBER_VALUE.unpack(value))
             case LeaseName(epoch, number):
                 return LeaseRow(epoch, number, list(_LEASE_SLOT.iter_unpack(value)))
+            case UsedName(slab_id, block):
+                return UsedRow(slab_id, block, _USE_VALUE.unpack(value))
             case _:
                 return None
     except (struct.error, ValueError):

@@ -122,8 +122,12 @@ class SlabRoom:
         return True
 
     def _tell_gone(self, slab_id: int) -> None:
-        if self._index.apply([], [], [gone(self.rows[slab_id])]):
+        with self._table.lock:
+            times = self._table.uses.forgotten(slab_id)
+        if self._index.apply([], [], [gone(self.rows[slab_id]), *times]):
             self.forget(slab_id)
+            with self._table.lock:
+                self._table.uses.drop(slab_id)
 
     # ---- making and removing -----------------------------------------------------------------------------
 

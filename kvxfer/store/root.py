@@ -6,16 +6,19 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvxfer.config import StoreConfig
-from kvxfer.errors import ConfigError, FormatError, IOFault
+from kvxfer.errors import ConfigError, FormatError, IOFault, KvxferError
 from kvxfer.io.modes import PROBE_NAME
 from kvxfer.io.system import TEMPORARY, fault, read_small, replace_file, sync_directory, sys_mkdir
+from kvxfer.keys import Namespace
 from kvxfer.slot import ALIGNMENT
 from kvxfer.store.members import LOCK_FILE, RootLock
+from kvxfer.store.shares import Quota, parse_quotas, quotas_object
 from kvxfer.store.slab import SLAB_NAME, scan_directory
 from kvxfer.store.trust import DATA, STATE
 
@@ -24,6 +27,7 @@ ROOT_FILE, NAMESPACE_FILE = "kvxfer.json", "namespace.json"
 SLABS, INDEX, NAMESPACES = "slabs", "index", "namespaces"
 _DIGEST_NAME = re.compile(r"[0-9a-f]{64}")
 _SMALL = 1 << 16
+MAX_ALIGNMENT = 1 << 20  # buffers are made of it
 
 
 _LIMITS = ("capacity_bytes", "max_files", "slab_bytes", "index_map_bytes")
@@ -37,6 +41,7 @@ class RootInfo:
     weight_epoch: int
     limits: Mapping[str, int | None] = field(default_factory=dict)  # with which it was opened last
     durability: str = "process"  # likewise
+    quotas: Mapping[bytes, Quota] = field(default_factory=dict)  # by digest
 
     def with_limits(self, config: StoreConfig) -> RootInfo:
         """The same, opened with the limits and the durability of `config`."""
@@ -62,6 +67,9 @@ def read_root(root: Path) -> RootInfo | None:
         IOFault: it cannot be read.
     """
     path = root / ROOT_FILE
+    for name in (SLABS, INDEX, NAMESPACES):
+        if os.path.lexists(root / name) and not _is_directory(root / name):
+            raise FormatError(f"{root / name} is no directory of its own, but a link or a file; nothing was changed")
     raw = read_small(path, _SMALL)
     if raw is None and _is_empty(root):
         return None
@@ -79,12 +87,23 @@ def read_root(root: Path) -> RootInfo | None:
             "Nothing was changed: use the kvxfer that wrote it, or give another root"
         )
     alignment, epoch = body.get("alignment"), body.get("weight_epoch")
-    power = type(alignment) is int and alignment >= ALIGNMENT and alignment & (alignment - 1) == 0
-    if not power or type(epoch) is not int or epoch < 0:
+    power = type(alignment) is int and ALIGNMENT <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0
+    if not power or type(epoch) is not int or not 0 <= epoch < 1 << 63:
         raise FormatError(f"{path} says alignment {alignment!r}, weight_epoch {epoch!r}: damaged; nothing was changed")
     limits = body.get("limits")
     durability = body.get("durability", "process")  # which roots were before they said it
-    return RootInfo(alignment, epoch, limits if isinstance(limits, dict) else {}, durability)
+    try:
+        quotas = parse_quotas(body.get("quotas", {}))
+    except ConfigError as exc:
+        raise FormatError(f"{path} is damaged: {exc}; nothing was changed") from None
+    return RootInfo(alignment, epoch, limits if isinstance(limits, dict) else {}, durability, quotas)
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def raise_weight_epoch(root: Path) -> tuple[int, int]:
@@ -95,6 +114,33 @@ def raise_weight_epoch(root: Path) -> tuple[int, int]:
         FormatError, IOFault: it cannot be read or written.
         StoreError: another process keeps the root locked.
     """
+    new = change_root(root, lambda info: next_epoch(root, info)).weight_epoch
+    return new - 1, new
+
+
+def next_epoch(root: Path, info: RootInfo) -> RootInfo:
+    """The next weight epoch. Quotas go with their namespaces, as far as files say what those are; others end."""
+    epoch, quotas = info.weight_epoch + 1, {}
+    for digest, quota in info.quotas.items():
+        if (namespace := read_namespace(root / NAMESPACES / digest.hex(), digest)) is not None:
+            quotas[namespace.digest(epoch)] = quota
+    return replace(info, weight_epoch=epoch, quotas=quotas)
+
+
+def read_namespace(place: Path, digest: bytes) -> Namespace | None:
+    """What a namespace's directory says of it; None where it has no file that names just this digest."""
+    try:
+        if (raw := None if place.is_symlink() else read_small(place / NAMESPACE_FILE, _SMALL)) is None:
+            return None
+        body = json.loads(raw)
+        namespace = Namespace.from_json(body["namespace"])
+        return namespace if namespace.digest(body["weight_epoch"]) == digest else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, KvxferError):
+        return None
+
+
+def change_root(root: Path, change: Callable[[RootInfo], RootInfo]) -> RootInfo:
+    """Changes kvxfer.json, whoever has the root open; what it says now. Raises as `raise_weight_epoch`, or `change`."""
     if read_root(root) is None:
         raise ConfigError(f"{root} is no root: it has no {ROOT_FILE}")
     lock = RootLock.open(root)
@@ -103,10 +149,10 @@ def raise_weight_epoch(root: Path) -> tuple[int, int]:
             if (info := read_root(root)) is None:
                 raise ConfigError(f"{root} is no root any more")
             scan_directory(root / SLABS, info.alignment)  # refuses another version's
-            write_root(root, replace(info, weight_epoch=info.weight_epoch + 1))
+            write_root(root, info := change(info))
     finally:
         lock.drop()
-    return info.weight_epoch, info.weight_epoch + 1
+    return info
 
 
 def root_stamp(root: Path) -> tuple[int, int]:
@@ -148,7 +194,7 @@ def write_root(root: Path, info: RootInfo) -> None:
         "weight_epoch": info.weight_epoch,
         "limits": dict(info.limits),
         "durability": info.durability,
-    }
+    } | ({"quotas": quotas_object(info.quotas)} if info.quotas else {})
     replace_file(root / ROOT_FILE, json.dumps(body).encode() + b"\n")
 
 

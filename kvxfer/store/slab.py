@@ -20,6 +20,7 @@ from kvxfer.io.system import (
     TEMPORARY,
     fault,
     read_upto,
+    share,
     sync_directory,
     sys_close,
     sys_fallocate,
@@ -183,6 +184,7 @@ class SlabFile:
             undo.callback(try_unlink, temporary)
             file = PosixFile(fd, path.name, direct)
             undo.callback(file.close)
+            share(file.fd, temporary)
             nbytes = slab_file_bytes(layout, num_slots)
             sys_fallocate(file.fd, layout.alignment if sparse else nbytes, temporary)
             if sparse:
@@ -280,6 +282,14 @@ class SlabFile:
         """
         sys_fdatasync(self._file.fd, self.path)
 
+    def write(self, buffer: AlignedBuffer, offset: int) -> None:
+        """Writes all of the buffer in the calling thread.
+
+        Raises:
+            IOFault: the call failed.
+        """
+        self._file.write(buffer.array, len(buffer), offset)
+
     def is_named(self) -> bool:
         """Whether its file is still the one under its name."""
         try:
@@ -344,7 +354,7 @@ def inspect_slab(path: Path, slab_id: int, alignment: int) -> FoundSlab:
         size, blocks = status.st_size, status.st_blocks * 512
         if not stat.S_ISREG(status.st_mode):
             return FoundSlab(path, slab_id, size, blocks, None, f"{path} is no regular file")
-        fd = sys_open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        fd = sys_open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             page = read_upto(fd, ALIGNMENT, 0, path)
         finally:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from kvxfer.store.assembly import Parts
 
 # Every reason is there from the start, at zero.
-EVICTION_REASONS = ("capacity", "reclaimed", "index", "shrunk")
-INVALIDATION_REASONS = ("truncated", "bad_trailer", "foreign", "bad_sum", "layout", "other")
+EVICTION_REASONS = ("capacity", "reclaimed", "index", "shrunk", "quota")
+INVALIDATION_REASONS = ("truncated", "bad_trailer", "foreign", "bad_sum", "layout", "expired", "removed", "other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,8 @@ class StoreStats:
     rebuild_reason: str
     busy: int  # times the root's lock could not be had
     namespace_errors: int  # namespace.json files that could not be written
+    scrubbed_chunks: int  # that a scrub read and found right
+    scrubbed_bytes: int  # their payload
 
 
 @dataclass(slots=True)
@@ -78,6 +80,8 @@ class Counts:
     refused_reservations: int = 0
     busy: int = 0
     namespace_errors: int = 0
+    scrubbed_chunks: int = 0
+    scrubbed_bytes: int = 0
 
 
 def gather(

@@ -23,7 +23,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -40,6 +39,7 @@ from kvxfer.store.access import Access
 from kvxfer.store.allocator import Allocator
 from kvxfer.store.assembly import Parts, assemble
 from kvxfer.store.budget import budget_of, check_burst, write_rate
+from kvxfer.store.cleaner import Cleaner
 from kvxfer.store.entry import Entry, Reservation, SlotState
 from kvxfer.store.housekeeper import keep_house
 from kvxfer.store.index import TRANSACTION
@@ -50,7 +50,8 @@ from kvxfer.store.open_here import refuse_twice, remember
 from kvxfer.store.opening import lock_root
 from kvxfer.store.publisher import Publisher
 from kvxfer.store.records import gone
-from kvxfer.store.root import raise_weight_epoch, read_root, root_stamp, write_root
+from kvxfer.store.root import next_epoch, raise_weight_epoch, read_root, root_stamp, write_root
+from kvxfer.store.scrub import keep_scrubbing
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import Counts, StoreStats, gather
 from kvxfer.store.table import Policies
@@ -75,11 +76,13 @@ class Store:
         self._ledger = Ledger(self._table, self._index)
         self._allocator = Allocator(self._table, parts.room, self._index, self._ledger)
         self._counts = Counts()
-        self._publisher = Publisher(self._table, self._ledger, self._counts)
+        self._publisher = Publisher(self._table, self._ledger, self._allocator, self._counts)
         self._namespaces = NamespaceFiles(config)
+        self._cleaner = Cleaner(self._table, parts.room, self._ledger, self._namespaces, config.ttl_s)
         self._change = threading.RLock()
         self._looking = threading.Lock()  # at kvxfer.json
         self._info = parts.opened.info
+        self._table.shares.quotas = self._info.quotas
         self._stamp = root_stamp(config.root)
         self._pid = os.getpid()
         self._closed = False
@@ -135,6 +138,8 @@ class Store:
         weakref.finalize(store, lock.drop).atexit = False  # one that is forgotten leaves no seat taken
         if housekeeping:
             keep_house(weakref.ref(store), store._stop)
+        if config.scrub_bytes_per_s is not None:
+            keep_scrubbing(weakref.ref(store), store._stop, config.scrub_bytes_per_s)
         return store
 
     @classmethod
@@ -183,7 +188,7 @@ class Store:
         """
         with self._changing():
             try:
-                write_root(self.config.root, replace(self._info, weight_epoch=self._info.weight_epoch + 1))
+                write_root(self.config.root, next_epoch(self.config.root, self._info))
             finally:
                 self.look_at_root()  # it may be there although it is not known to be on the device
             return self.weight_epoch
@@ -202,9 +207,11 @@ class Store:
                 reporter.warn("root", f"{self.config.root} cannot be read any more: {exc}", error=exc)
                 return
             self._stamp = stamp
-            if info is not None and info.weight_epoch != self._info.weight_epoch:
-                self._info = info
-                self._table.serve_nothing()
+            if info is not None:
+                old, self._info = self._info, info
+                self._table.shares.quotas = info.quotas
+                if info.weight_epoch != old.weight_epoch:
+                    self._table.serve_nothing()
 
     def register(self, namespace: Namespace, slot: SlotLayout) -> bytes:
         """Opens a namespace for use and returns its digest. Entries in slots of another layout are dropped.
@@ -319,7 +326,7 @@ class Store:
                 if n < 1:
                     return []
                 if self._table.layouts.get(digest) == slot:
-                    taken = self._allocator.take(slot, n)
+                    taken = self._allocator.take(slot, n, digest)
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
         self._counts.refused_reservations += n - len(taken)
@@ -402,7 +409,10 @@ class Store:
                     self._next_reap = time.monotonic() + REAP_S
                     self._follower.reap()
                     self._follower.retry()
-                return usable and self._ledger.settle()
+                done = usable and self._ledger.settle()
+                if done:
+                    self._cleaner.tend()
+                return done
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
             return False
@@ -414,10 +424,20 @@ class Store:
             return False  # whoever has it looks for itself
         try:
             reap = not self._follower.is_alone and time.monotonic() >= self._next_reap
-            mine = self._ledger.has_something_to_say or self._index.is_broken
-            return reap or mine or self._index.moved()
+            mine = self._ledger.has_something_to_say or self._table.uses.has_changed or self._index.is_broken
+            return reap or mine or self._cleaner.is_due or self._index.moved()
         finally:
             self._change.release()
+
+    @contextmanager
+    def cleaning(self) -> Iterator[Cleaner]:
+        """What removes chunks, slabs and namespaces, with the locks of changes: for steps that are short.
+
+        Raises:
+            StoreError, IOFault: the store is closed; another process keeps the root locked; it cannot be locked.
+        """
+        with self._changing():
+            yield self._cleaner
 
     @contextmanager
     def _changing(self, mending: bool = False) -> Iterator[None]:
@@ -442,6 +462,11 @@ class Store:
             raise ForkError(f"{self.config.root} was opened by process {self._pid}: open it anew in this one")
         if self._closed and not closed_ok:
             raise StoreError(f"the store at {self.config.root} is closed")
+
+    def count_scrubbed(self, nbytes: int) -> None:
+        """A scrub has found a chunk of `nbytes` bytes to be right."""
+        self._counts.scrubbed_chunks += 1
+        self._counts.scrubbed_bytes += nbytes
 
     def stats(self) -> StoreStats:
         """Counters and gauges; takes the table's lock alone."""
@@ -496,7 +521,7 @@ class Store:
     def _leave(self) -> None:
         """Tells the other processes, or the next one, that this one has nothing here any more."""
         self._follower.catch_up()
-        self._ledger.settle()
+        self._ledger.settle(everything=True)
         if not self._table.leases.own_rows():
             self._index.apply([], [], [gone(self._follower.me)])
             self._index.close(last=not self._lock.others())

@@ -9,14 +9,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import stat
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ from kvxfer.errors import ConfigError, IOFault, KvxferError
 from kvxfer.io.system import fault, read_small, sys_open
 from kvxfer.keys import Namespace
 from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
-from kvxfer.store.index import Index
+from kvxfer.store.index import Index, Loaded
 from kvxfer.store.members import RootLock
-from kvxfer.store.records import IndexRecord
+from kvxfer.store.namespaces import named_digests
+from kvxfer.store.records import USE_SLOTS, IndexRecord
 from kvxfer.store.root import (
     INDEX,
     NAMESPACE_FILE,
@@ -44,7 +44,6 @@ _LEAST_MAP = 1 << 20
 _TRIES, _PAUSE_S = 20, 0.02  # copies of an index that is being written
 _PIECE = 1 << 20
 _NAMESPACE_BYTES = 1 << 16
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +98,12 @@ class IndexView:
     why: str  # empty if usable
     file_bytes: int
     records: tuple[IndexRecord, ...] = ()
+    uses: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)  # by slab and block
+
+    def used_at(self, record: IndexRecord) -> int:
+        """When it was used last, to ten minutes; 0 where that is not known."""
+        times = self.uses.get((record.slab_id, record.slot // USE_SLOTS))
+        return times[record.slot % USE_SLOTS] if times else 0
 
     @property
     def usable(self) -> bool:
@@ -112,6 +117,7 @@ class NamespaceView:
 
     digest: bytes
     entries: int
+    used_at: float = 0.0  # when a process that uses it last said so; 0 where no file says it
     weight_epoch: int | None = None
     fields: Mapping[str, Any] | None = None  # as namespace.json has them
     why: str = ""  # why there are none
@@ -223,15 +229,16 @@ def read_index(directory: Path, *, busy: bool) -> IndexView:
             with tempfile.TemporaryDirectory(prefix="kvxfer-index-") as folder:
                 if nbytes > (free := shutil.disk_usage(folder).free):
                     return IndexView("busy", f"no room to copy its {nbytes} bytes: {folder} has {free}", nbytes)
-                records, why = _load_copy(directory, Path(folder))
+                loaded, why = _load_copy(directory, Path(folder))
         except OSError as exc:
-            records, why = None, f"cannot be copied: {exc}"
-        if records is not None:
-            return IndexView("usable", "", nbytes, records)
+            loaded, why = None, f"cannot be copied: {exc}"
+        if loaded is not None:
+            uses = {(row.slab_id, row.block): row.times for row in loaded.uses}
+            return IndexView("usable", "", nbytes, tuple(loaded.records), uses)
     return IndexView("busy" if busy else "lost", why, nbytes)
 
 
-def _load_copy(directory: Path, folder: Path) -> tuple[tuple[IndexRecord, ...] | None, str]:
+def _load_copy(directory: Path, folder: Path) -> tuple[Loaded | None, str]:
     if (state := read_small(directory / STATE)) is not None:
         (folder / STATE).write_bytes(state)
     if (directory / DATA).exists():
@@ -240,7 +247,7 @@ def _load_copy(directory: Path, folder: Path) -> tuple[tuple[IndexRecord, ...] |
     index = Index(folder, round_up(max(size, _LEAST_MAP), ALIGNMENT))
     loaded = index.load()
     index.drop()
-    return (tuple(loaded.records), "") if loaded is not None else (None, index.lost)
+    return loaded, index.lost
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -310,18 +317,19 @@ def _disk_use(root: Path) -> tuple[int, int]:
 
 def _namespaces(directory: Path, index: IndexView) -> tuple[NamespaceView, ...]:
     counts = Counter(record.digest for record in index.records)
-    try:
-        named = {bytes.fromhex(name) for name in os.listdir(directory) if _DIGEST.fullmatch(name)}
-    except OSError:
-        named = set()
+    named = named_digests(directory)
     views = [_namespace(directory, digest, counts[digest]) for digest in named | counts.keys()]
     return tuple(sorted(views, key=lambda view: (-view.entries, view.digest)))
 
 
 def _namespace(directory: Path, digest: bytes, entries: int) -> NamespaceView:
     """What namespace.json says, if its fields are those that the digest stands for."""
+    path = directory / digest.hex() / NAMESPACE_FILE
     try:
-        raw = read_small(directory / digest.hex() / NAMESPACE_FILE, _NAMESPACE_BYTES)
+        if path.parent.is_symlink():
+            raise fault(errno.ELOOP, "its directory is a link to another place", path.parent)
+        raw = read_small(path, _NAMESPACE_BYTES)
+        used_at = os.lstat(path).st_mtime if raw is not None else 0.0
     except OSError as exc:
         return NamespaceView(digest=digest, entries=entries, why=f"{NAMESPACE_FILE} cannot be read: {exc}")
     if raw is None:
@@ -334,5 +342,6 @@ def _namespace(directory: Path, digest: bytes, entries: int) -> NamespaceView:
         matches = False
     if not matches:
         why = f"{NAMESPACE_FILE} is damaged: its fields are not those of the digest"
-        return NamespaceView(digest=digest, entries=entries, why=why)
-    return NamespaceView(digest=digest, entries=entries, weight_epoch=epoch, fields=namespace.as_json())
+        return NamespaceView(digest=digest, entries=entries, used_at=used_at, why=why)
+    fields = namespace.as_json()
+    return NamespaceView(digest=digest, entries=entries, used_at=used_at, weight_epoch=epoch, fields=fields)

@@ -18,8 +18,10 @@ from kvxfer.store.entry import Entry, Reservation, SlotState, pack_chunk
 from kvxfer.store.generations import Generations
 from kvxfer.store.leases import Leases
 from kvxfer.store.records import IndexRecord, LeaseRow, Row
+from kvxfer.store.shares import Shares
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
+from kvxfer.store.uses import UseTimes
 
 Policies = Callable[[], CachePolicy[Entry]]
 _NONE: dict[bytes, Entry] = {}
@@ -45,6 +47,8 @@ class Table:
         self.lock = threading.Lock()
         self.generations = generations
         self.leases = Leases(generations.epoch)
+        self.uses = UseTimes()
+        self.shares = Shares(lambda digest: self._all.get(digest, _NONE), self._detach)
         # What lookups see: namespaces registered since the weight epoch began. Written under the lock, read without.
         self.served: dict[bytes, dict[bytes, Entry]] = {}
         self.layouts: dict[bytes, SlotLayout] = {}
@@ -138,6 +142,7 @@ class Table:
         """Counts an access's first use of an entry, and learns what it follows."""
         if access.use(entry.key):
             self._tick_on(entry)
+            self.uses.note(entry.slab.slab_id, entry.slot)
             entry.slab.policy.touch(entry)
         if access.before(entry.key) not in (None, entry.after):
             learn(entry, access, table)
@@ -211,6 +216,7 @@ class Table:
         with self.lock:
             others = [slots.slabs for slots in self.classes.values() if slots.layout != layout]
             removable = [slab for slabs in others for slab in slabs if not (slab.held or slab.lessees or slab.stuck)]
+            removable = [slab for slab in removable if self.shares.may_lose(slab.entries.values())]
             return min(removable, key=lambda slab: slab.last_used, default=None)
 
     def coldest_layout(self) -> SlotLayout | None:
@@ -402,13 +408,10 @@ class Table:
                     self._free_if_unused(old)
         return replaced
 
-    def victims(self, layout: SlotLayout, n: int) -> list[Entry]:
-        """Takes up to n entries out, for `settle` or `reinstate`. Pinned ones never."""
+    def victims(self, layout: SlotLayout, n: int, owner: bytes = b"") -> list[Entry]:
+        """Takes up to n entries out, for `settle` or `reinstate`, to make room for `owner`. Pinned ones never."""
         with self.lock:
-            chosen = self._slot_class(layout).policy.victims(n)
-            for entry in chosen:
-                self._detach(entry)
-        return chosen
+            return self.shares.victims(self._slot_class(layout).policy, n, owner)
 
     def doom(self, entry: Entry, reason: str) -> bool:
         """Takes an entry out whose bytes are no good; False if it is out already. The index hears of it later."""

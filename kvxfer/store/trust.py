@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
-from kvxfer.io.system import read_small, replace_file, sync_directory, sys_unlink
+from kvxfer.io.system import check_plain, read_small, replace_file, sync_directory, sys_unlink
 
 try:
     from lmdb import verify as lmdb_verify
@@ -31,7 +32,7 @@ def distrust(directory: Path) -> str:
     Raises:
         IOFault: state.json cannot be read.
     """
-    if not (directory / DATA).exists():
+    if not os.path.lexists(directory / DATA):
         return "there is no index"
     try:
         state = json.loads(read_small(directory / STATE) or b"")
@@ -46,7 +47,12 @@ def distrust(directory: Path) -> str:
 
 
 def damage(directory: Path) -> str:
-    """What is wrong with the pages; empty if nothing is. LMDB itself believes them, and a process dies of that."""
+    """What is wrong with the pages; empty if nothing is. LMDB itself believes them, and a process dies of that.
+
+    Raises:
+        IOFault: it is no regular file.
+    """
+    check_plain(directory / DATA)
     if lmdb_verify is None:
         return "this lmdb has no verifier (lmdb >= 3 has)"
     try:

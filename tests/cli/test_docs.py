@@ -13,10 +13,13 @@ from kvxfer.cli import app
 from kvxfer.store import FINDINGS
 from tests.cli.commands import PROJECT, json_of
 from tests.store import damage
-from tests.store.damage import ROW_KEY
+from tests.store.damage import NAMESPACES, ROW_KEY
 
 TEXT = (PROJECT / "docs" / "cli.md").read_text()
 QUOTED = set(re.findall(r"`([^`\n]+)`", TEXT))
+
+
+NAMES = ("doctor", "inspect", "verify", "gc", "scrub", "export", "import", "reset", "rebuild-index", "quota")
 
 
 def section(command: str) -> str:
@@ -27,7 +30,7 @@ def test_every_command_and_option_is_there() -> None:
     group = typer.main.get_group(app)
     assert {name.split()[0] for name in QUOTED} >= set(group.commands)
     bench: Any = group.commands["bench"]
-    commands = {name: group.commands[name] for name in ("doctor", "inspect", "verify")}
+    commands = {name: group.commands[name] for name in NAMES}
     for name, command in (commands | {"bench gds": bench.commands["gds"]}).items():
         options = {option for parameter in command.params for option in parameter.opts}
         missing = [o for o in options if o.startswith("--") and o != "--json" and f"`{o}" not in section(name)]
@@ -45,11 +48,18 @@ def test_every_key_is_there(tmp_root: Path, capsys: pytest.CaptureFixture[str]) 
         ("doctor", ["doctor", tmp_root]),
         ("verify", ["verify", tmp_root]),
         ("inspect", ["inspect", tmp_root]),
+        ("gc", ["gc", tmp_root, "--dry-run", "--namespaces-unused-for", "0s"]),
+        ("export", ["export", tmp_root, tmp_root.parent / "file", "--namespace", NAMESPACES[0][0].digest(0).hex()]),
+        ("import", ["import", tmp_root, tmp_root.parent / "file", "--yes"]),
+        ("rebuild-index", ["rebuild-index", tmp_root, "--yes"]),
+        ("scrub", ["scrub", tmp_root]),
+        ("quota", ["quota", tmp_root]),
+        ("reset", ["reset", tmp_root, "--yes"]),
         ("epoch bump", ["epoch", "bump", tmp_root, "--yes"]),
     ):
         _, report = json_of(capsys, *arguments)
         keys = set(report)
-        for nested in ("directories", "layouts", "namespaces", "findings"):
+        for nested in ("directories", "unreadable", "layouts", "namespaces", "findings"):
             keys |= set().union(*report.get(nested, []))
         missing = sorted(key for key in keys if f"`{key}`" not in section(command))
         assert missing == [], command

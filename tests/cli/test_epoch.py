@@ -12,6 +12,8 @@ from tests.cli.commands import json_of, run, run_on_terminal
 from tests.store import damage, rig
 from tests.store.damage import NEWER
 
+HOUSEKEEPING = ("gc", "scrub", "export", "import", "reset", "rebuild-index", "quota")
+
 
 def stored(root: Path) -> tuple[int, int]:
     """(weight epoch, rows that are found)."""
@@ -73,6 +75,15 @@ def test_a_newer_format_is_left_as_it_is(tmp_root: Path, capsys: pytest.CaptureF
 
 
 def test_help_lists_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["demo"], ["doctor"], ["inspect"], ["verify"], ["epoch"], ["epoch", "bump"], []):
+    for command in (
+        ["demo"],
+        ["doctor"],
+        ["inspect"],
+        ["verify"],
+        *([name] for name in HOUSEKEEPING),
+        ["epoch"],
+        ["epoch", "bump"],
+        [],
+    ):
         assert main([*command, "--help"]) == 0
         assert "Exit codes: 0" in capsys.readouterr().out, command

@@ -73,7 +73,7 @@ def test_a_new_layout_takes_the_coldest_slab_of_the_old_one(opened: Opened, root
     store.unpin(used)
     assert rig.put(store, shared, names[:3], layout=rig.SHARED) == [True] * 3
     stats = store.stats()
-    assert stats.evictions == {"capacity": 0, "reclaimed": 21, "index": 0, "shrunk": 0}
+    assert stats.evictions == {"capacity": 0, "reclaimed": 21, "index": 0, "shrunk": 0, "quota": 0}
     assert (stats.slabs_created, stats.slabs_removed, stats.slabs) == (14, 1, 13)
     assert [name for name in names if not store.contains(row, name)] == names[42:63]
     store.unpin(kept)

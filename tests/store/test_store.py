@@ -171,7 +171,8 @@ def test_invalidate_misses_at_once_and_frees_after_index_and_pins(opened: Opened
     assert store.stats().free_slots == free + 1
     store.unpin([twin])  # once too often does no harm
     assert store.stats().invalidations == {
-        "truncated": 0, "bad_trailer": 0, "foreign": 0, "bad_sum": 1, "layout": 0, "other": 0,
+        "truncated": 0, "bad_trailer": 0, "foreign": 0, "bad_sum": 1, "layout": 0, "expired": 0,
+        "removed": 0, "other": 0,
     }  # fmt: skip
     assert store.stats().pinned_entries == 0
 
@@ -241,7 +242,7 @@ def test_the_least_recently_used_go_and_the_pinned_stay(opened: Opened) -> None:
     gone = [name for name in names if not store.contains(digest, name)]
     assert gone == names[25:75]
     assert all(entry is not None and rig.verify(entry) for entry in pinned)
-    assert store.stats().evictions == {"capacity": 50, "reclaimed": 0, "index": 0, "shrunk": 0}
+    assert store.stats().evictions == {"capacity": 50, "reclaimed": 0, "index": 0, "shrunk": 0, "quota": 0}
     store.unpin(pinned)
 
 
@@ -473,13 +474,16 @@ def test_a_closed_store_says_so_and_takes_back_what_is_given_back(opened: Opened
 
 def test_every_series_is_there_at_zero(opened: Opened) -> None:
     stats = opened().stats()
-    assert set(stats.evictions) == {"capacity", "reclaimed", "index", "shrunk"}
-    assert set(stats.invalidations) == {"truncated", "bad_trailer", "foreign", "bad_sum", "layout", "other"}
+    assert set(stats.evictions) == {"capacity", "reclaimed", "index", "shrunk", "quota"}
+    assert set(stats.invalidations) == {
+        "truncated", "bad_trailer", "foreign", "bad_sum", "layout", "expired", "removed", "other",
+    }  # fmt: skip
     assert not any([*stats.evictions.values(), *stats.invalidations.values()])
     counters = (
         stats.commits, stats.replacements, stats.duplicates, stats.failed_commits, stats.refused_reservations,
         stats.slabs_created, stats.slabs_removed, stats.slab_errors, stats.index_errors, stats.index_conflicts,
-        stats.index_recoveries, stats.rebuilds, stats.namespace_errors,
+        stats.index_recoveries, stats.rebuilds, stats.namespace_errors, stats.scrubbed_chunks,
+        stats.scrubbed_bytes,
     )  # fmt: skip
     assert not any(counters)
 

@@ -1,0 +1,88 @@
+"""`kvxfer scrub`: its options, what it says and its JSON."""
+
+from __future__ import annotations
+
+import re
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvxfer.cli import inspect_view, output
+from kvxfer.cli.inspect import finding_object
+from kvxfer.cli.output import clean, size
+from kvxfer.store import Store
+from kvxfer.store.scrub import Scrubbed, Scrubber, Throttle
+
+EPILOG = (
+    "Exit codes: 0 everything that was read is right; 1 something was damaged, and is a miss now, or could not be "
+    "read, or the root is of another version; 2 a bad option, no root there, or it cannot be opened."
+)
+DEFAULT_RATE = 200_000_000  # bytes a second: what a drive that serves has to spare
+_RATE = re.compile(r"([0-9]{1,9})(?:([KMGT])(i?)B?)?(?:/s)?")
+
+
+def rate(text: str) -> int:
+    """An option's bytes a second: `200MB/s` (powers of 1000), `200MiB/s` (of 1024), `200M`.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    match = _RATE.fullmatch(text)
+    number = int(match[1]) * (1024 if match[3] else 1000) ** (" KMGT".index(match[2] or " ")) if match else 0
+    if number < 1:
+        raise typer.BadParameter(f"{text!r}: allowed are bytes a second, such as 200MB/s or 1GiB/s")
+    return number
+
+
+def command(
+    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A store's root.")],
+    at_most: Annotated[
+        int | None, typer.Option("--rate", parser=rate, metavar="RATE", help="Read at most so much (200MB/s).")
+    ] = None,
+    every: Annotated[
+        float | None,
+        typer.Option(
+            parser=output.duration, metavar="TIME", help="Go on for ever: a pass, and the next 1d, ... later."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each pass.")] = False,
+) -> None:
+    """Read and check what is stored, at a bounded rate, while servers serve it. What is damaged becomes a miss."""
+    failed = False
+    with output.errors(as_json, damaged=output.FAILED), Store.open_existing(root) as store, suppress(KeyboardInterrupt):
+        stop = threading.Event()
+        scrubber = Scrubber(lambda: store, Throttle(at_most or DEFAULT_RATE, stop.wait), stop)
+        while True:
+            done = scrubber.run()
+            failed = failed or bool(done.removed or done.unreadable)
+            _say(root, done, as_json)
+            if every is None:
+                break
+            stop.wait(every)
+    if failed:
+        raise typer.Exit(output.FAILED)
+
+
+def _say(root: Path, done: Scrubbed, as_json: bool) -> None:
+    if as_json:
+        output.print_json(_object(root, done))
+        return
+    typer.echo(
+        f"{clean(root)}: {done.chunks:,} chunks verified, {size(done.nbytes)}; damaged and removed: "
+        f"{len(done.removed)}; not readable: {len(done.unreadable)}; changed meanwhile: {done.changed}"
+    )
+    inspect_view.show_findings(output.screen(), [*done.removed, *done.unreadable])
+
+
+def _object(root: Path, done: Scrubbed) -> dict[str, Any]:
+    return {
+        "root": str(root),
+        "verified": done.chunks,
+        "verified_bytes": done.nbytes,
+        "changed": done.changed,
+        "removed": [finding_object(finding) for finding in done.removed],
+        "unreadable": [finding_object(finding) for finding in done.unreadable],
+    }

@@ -1,0 +1,143 @@
+"""Takes out of a store what nobody wants any more: chunks, empty slabs, namespace files."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from kvxfer.errors import IOFault, StoreError
+from kvxfer.report import reporter
+from kvxfer.staging import AlignedBuffer
+from kvxfer.store import uses
+from kvxfer.store.entry import Entry
+from kvxfer.store.ledger import Ledger
+from kvxfer.store.namespaces import NamespaceFiles
+from kvxfer.store.room import SlabRoom
+from kvxfer.store.slab import SlabFile
+from kvxfer.store.table import Table
+
+STEP = 256  # chunks that are taken out with the root's lock held once
+TEND_S = 60.0  # how often a store looks for chunks that are past their time
+
+Chosen = Callable[[Entry, int], bool]  # an entry, and when it was used last
+
+
+class Cleaner:
+    """Removes at a store's word (`Store.cleaning`). All calls but `is_due` are made with the root's lock."""
+
+    def __init__(
+        self, table: Table, room: SlabRoom, ledger: Ledger, namespaces: NamespaceFiles, ttl_s: float | None
+    ) -> None:
+        self._table, self._room, self._ledger, self._namespaces = table, room, ledger, namespaces
+        self._ttl_s = ttl_s
+        self._next_tend = self._next_touch = 0.0
+
+    # ---- at somebody's word ------------------------------------------------------------------------------
+
+    def find(self, chosen: Chosen) -> list[Entry]:
+        """The entries, of all namespaces, that `chosen` says."""
+        with self._table.lock:
+            return [entry for entry in self._table.living() if chosen(entry, self._used(entry))]
+
+    def slabs(self) -> list[SlabFile]:
+        """All slabs, by number."""
+        return sorted(self._table.slabs(), key=lambda slab: slab.slab_id)
+
+    def in_slab(self, slab: SlabFile) -> list[Entry]:
+        """The entries in a slab, in the order in which they lie there."""
+        with self._table.lock:
+            return [entry for _, entry in sorted(slab.entries.items()) if not entry.dead]
+
+    def last_used(self) -> dict[bytes, int]:
+        """When a chunk of a namespace was used last, by its digest; as exact as UseTimes."""
+        latest: dict[bytes, int] = defaultdict(int)
+        with self._table.lock:
+            for entry in self._table.living():
+                latest[entry.digest] = max(latest[entry.digest], self._used(entry))
+        return latest
+
+    def drop(self, entries: Sequence[Entry], reason: str, *, wipe: bool = True) -> tuple[int, int]:
+        """Takes out those of at most STEP entries that are still there; (chunks, bytes of their slots).
+
+        Args:
+            wipe: their first trailer pages are overwritten, so that no rebuild of the index finds them again.
+
+        Raises:
+            StoreError: the index could not be told; they are misses all the same.
+        """
+        gone = [entry for entry in entries[:STEP] if self._table.doom(entry, reason)]
+        if wipe:  # while the index names them still, and so nobody has their slots
+            self._wipe(gone)
+        if not self._ledger.settle():
+            raise StoreError("the index could not be written: what was taken out may be there again at the next open")
+        return len(gone), sum(entry.slab.slot_bytes for entry in gone)
+
+    @staticmethod
+    def _wipe(entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            layout = entry.slab.layout
+            page = AlignedBuffer(layout.alignment, layout.alignment)
+            page.array[:] = 0
+            try:
+                entry.slab.write(page, entry.slot_offset + layout.payload_stride)
+            except IOFault as exc:
+                reporter.warn("wipe", f"a removed chunk's trailer cannot be overwritten: {exc}", error=exc)
+
+    def drop_empty_slabs(self) -> tuple[int, int]:
+        """Removes slabs in which nothing is, and that nobody writes into; (slabs, bytes of their files)."""
+        removed = nbytes = 0
+        for slab in self._table.slabs():
+            if slab.entries or slab.held or slab.lessees or slab.stuck or self._table.detach_slab(slab) is None:
+                continue
+            if self._room.remove(slab):
+                removed, nbytes = removed + 1, nbytes + slab.file_bytes
+        return removed, nbytes
+
+    def drop_namespaces(self, digests: Iterable[bytes]) -> int:
+        """Removes the files of namespaces; how many. A process that uses one writes it again."""
+        return sum([self._namespaces.remove(digest) for digest in digests])
+
+    def _used(self, entry: Entry) -> int:
+        return self._table.uses.at(entry.slab.slab_id, entry.slot) or int(uses.clock())
+
+    # ---- by itself ---------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `tend` would find something to do."""
+        return time.monotonic() >= self._next_tend
+
+    def tend(self) -> None:
+        """Says now and then that the namespaces served here are in use, and takes out what is past the store's ttl."""
+        if not self.is_due:
+            return
+        now = time.monotonic()
+        if now >= self._next_touch:
+            self._next_touch = now + uses.GRAIN_S
+            self._namespaces.touch(set(self._table.served))
+        if self._ttl_s is None:
+            self._next_tend = self._next_touch
+            return
+        old = self._expired(self._ttl_s)
+        if len(old) < STEP:  # else there are more: the others get the lock in between
+            self._next_tend = now + min(TEND_S, max(1.0, self._ttl_s / 10))
+        if old:
+            self.drop(old, "expired", wipe=False)
+
+    def _expired(self, ttl_s: float) -> list[Entry]:
+        """At most STEP entries that were certainly not used for `ttl_s`."""
+        found: list[Entry] = []
+        cutoff = uses.clock() - ttl_s - uses.GRAIN_S
+        for slab in self._table.slabs():
+            with self._table.lock:  # for one slab at a time: pins wait for it
+                old = [slab.entries.get(slot) for slot in self._table.uses.before(slab.slab_id, cutoff)]
+                found += [entry for entry in old if entry is not None and not entry.dead and not entry.pins]
+            if len(found) >= STEP:
+                return found[:STEP]
+        return found
+
+
+def all_of(digests: Collection[bytes], unused_since: float | None) -> Chosen:
+    """Entries of these namespaces; only those that were last used before `unused_since`, if that is given."""
+    return lambda entry, used: entry.digest in digests and (unused_since is None or used < unused_since)

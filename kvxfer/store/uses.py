@@ -1,0 +1,105 @@
+"""When each slot was used last, to ten minutes: in memory, and in rows of the index (ADR 13).
+
+A time belongs to the slot, not to the chunk in it: whatever is stored into it later was stored later, so times only go
+up, and whoever merges two pictures takes the later one. An unknown time is 0, and counts as now.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+
+from kvxfer.store.entry import Entry
+from kvxfer.store.records import USE_SLOTS, Item, UsedRow, gone
+
+GRAIN_S = 600  # a use that is nearer to the one before it is not written down
+clock: Callable[[], float] = time.time
+
+_Block = tuple[int, int]  # slab, number of the block of USE_SLOTS slots
+
+
+class UseTimes:
+    """Seconds since 1970 by slab and slot. Belongs to the table, and is used with its lock but for `has_changed`."""
+
+    def __init__(self) -> None:
+        self._slabs: dict[int, dict[int, array[int]]] = {}
+        self._changed: dict[_Block, None] = {}  # in the order in which the index is to hear of them
+
+    def note(self, slab_id: int, slot: int) -> None:
+        """The slot is used now."""
+        block, place, now = slot // USE_SLOTS, slot % USE_SLOTS, int(clock())
+        try:
+            times = self._slabs[slab_id][block]
+        except KeyError:
+            times = self._block(slab_id, block)
+        if now - times[place] >= GRAIN_S:
+            times[place] = now
+            self._changed[slab_id, block] = None
+
+    def at(self, slab_id: int, slot: int) -> int:
+        """When a slot was used last, at the earliest, and at most GRAIN_S later; 0 where that is not known."""
+        times = self._slabs.get(slab_id, {}).get(slot // USE_SLOTS)
+        return times[slot % USE_SLOTS] if times is not None else 0
+
+    def adopt(self, rows: Iterable[UsedRow], entries: Iterable[Entry]) -> None:
+        """What an earlier process left. Entries of which it says nothing (the index was lost) count as used now."""
+        for row in rows:
+            self.merge(row)
+        for entry in entries:
+            if not self.at(entry.slab.slab_id, entry.slot):
+                self.note(entry.slab.slab_id, entry.slot)
+
+    def before(self, slab_id: int, cutoff: float) -> Iterator[int]:
+        """The slots of a slab that were used last before `cutoff`. Not those of which nothing is known."""
+        for block, times in self._slabs.get(slab_id, {}).items():
+            if min(times) < cutoff:
+                for place, used in enumerate(times):
+                    if 0 < used < cutoff:
+                        yield block * USE_SLOTS + place
+
+    def _block(self, slab_id: int, block: int) -> array[int]:
+        blocks = self._slabs.setdefault(slab_id, {})
+        if (times := blocks.get(block)) is None:
+            times = blocks[block] = array("I", bytes(4 * USE_SLOTS))
+        return times
+
+    # ---- the index's rows --------------------------------------------------------------------------------
+
+    def merge(self, row: UsedRow) -> None:
+        """Takes in what another process knows. A time that is yet to come counts as now: a clock was wrong once."""
+        times, now = self._block(row.slab_id, row.block), int(clock())
+        for place, used in enumerate(row.times):
+            if used > times[place]:
+                times[place] = min(used, now)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether there is something to tell the index."""
+        return bool(self._changed)
+
+    def take_changed(self, most: int) -> list[UsedRow]:
+        """Takes up to `most` rows off the list of those of which the index has to hear."""
+        taken = list(self._changed)[:most] if len(self._changed) > most else list(self._changed)
+        for name in taken:
+            del self._changed[name]
+        return [self._row(*name) for name in taken if name[1] in self._slabs.get(name[0], ())]
+
+    def keep_changed(self, rows: Iterable[UsedRow]) -> None:
+        """Puts them back on it."""
+        self._changed |= {(row.slab_id, row.block): None for row in rows}
+
+    def rows(self) -> list[UsedRow]:
+        """All of it."""
+        return [self._row(slab_id, block) for slab_id, blocks in self._slabs.items() for block in blocks]
+
+    def forgotten(self, slab_id: int) -> list[Item]:
+        """What the index is to say of a slab that is not there any more: nothing."""
+        return [gone(self._row(slab_id, block)) for block in self._slabs.get(slab_id, ())]
+
+    def drop(self, slab_id: int) -> None:
+        """The slab is gone, and its rows with it."""
+        self._slabs.pop(slab_id, None)
+
+    def _row(self, slab_id: int, block: int) -> UsedRow:
+        return UsedRow(slab_id, block, tuple(self._slabs[slab_id][block]))
