@@ -240,6 +240,11 @@ class JobRunner(Runner):
         read_piece_bytes: a read is no longer than about this.
         write_piece_bytes: nor is a write without staging.
         straight: STORE, LOAD: directions in which chunks of host rows go without staging, where they can.
+        backend: posix | uring, where it works (io.modes.probe_uring).
+        depth: uring: transfers of a thread under way at most, 1.._native.MAX_DEPTH.
+
+    Raises:
+        NativeError: a thread, or its ring, is not to be had.
     """
 
     def __init__(
@@ -251,6 +256,8 @@ class JobRunner(Runner):
         read_piece_bytes: int = 256 << 10,
         write_piece_bytes: int = _native.UINT64_MAX,
         straight: Sequence[int] = (),
+        backend: str = "posix",
+        depth: int = _native.MAX_DEPTH,
     ) -> None:
         self._lib, self._quick = _native.lib(), _native.quick()
         self._pid = os.getpid()
@@ -261,6 +268,8 @@ class JobRunner(Runner):
             read_piece_bytes=read_piece_bytes,
             write_piece_bytes=write_piece_bytes,
             straight=sum(1 << direction for direction in straight),
+            backend=_native.BACKENDS[backend],
+            depth=depth,
         )
         handle = C.c_void_p()
         _check(self._lib.kvx_engine_new(C.byref(config), C.byref(handle)), "kvx_engine_new")
