@@ -12,7 +12,7 @@ from typing import Any, Self
 from kvxfer.errors import ConfigError
 from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
 
-IO_BACKENDS = ("auto", "posix")
+IO_BACKENDS = ("auto", "posix", "uring")
 DIRECT_MODES = ("auto", "on", "off")
 ROW_MODES = ("auto", "straight", "staged")
 GDS_MODES = ("auto", "gds", "compat", "host")
@@ -75,7 +75,8 @@ class StoreConfig:
     capacity_bytes: int = 64 << 30
     slab_bytes: int | None = None  # largest size of one preallocated file
     max_files: int = 4096
-    io: str = "auto"  # backend of the engine's jobs: auto (the best there is) | posix, so far the only one
+    # How jobs move bytes: posix (blocking calls on threads) | uring (io_uring, or refuse to open) | auto.
+    io: str = "auto"
     direct: str = "auto"  # O_DIRECT: auto (where it works) | on (or refuse to open) | off
     index_map_bytes: int | None = None  # cap of the index file; None: a share of the capacity
     open_timeout_s: float = 60.0  # how long an open waits for a process that has the root locked: it may be scanning it

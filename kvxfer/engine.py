@@ -80,7 +80,7 @@ class TransferEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         slot = slot_of(namespace, pages)
-        self.config = config or EngineConfig()
+        config = self.config = config or EngineConfig()
         self._store, self._root = store, str(store.config.root)
         self._intake = Intake(self.config, lambda: self._runner.stats(), clock, lambda: self._runner.refusal)
         held = set(itertools.chain.from_iterable(p.mapping.segments for p in pages))
@@ -93,7 +93,7 @@ class TransferEngine:
         self._epoch = store.weight_epoch  # before the digest: one raised in between is seen by `_renew`
         self.digest = store.register(namespace, slot)
         self._pid = os.getpid()
-        self._runner, self._staging_limit = runner_over(self.config, slot, pages, device, store.config.root)
+        self._runner, self._staging_limit = runner_over(config, slot, pages, device, store.config.root, store.backend)
         parts = [self._runner.part(p, live) for p in pages]
         self._native_ids = itertools.count(1)
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)

@@ -393,7 +393,12 @@ class JobRunner(Runner):
 
 
 def runner_of(
-    config: EngineConfig, slot: SlotLayout, *, memory: bool, straight: Sequence[int] | None = None
+    config: EngineConfig,
+    slot: SlotLayout,
+    *,
+    memory: bool,
+    straight: Sequence[int] | None = None,
+    backend: str = "posix",
 ) -> tuple[JobRunner, int]:
     """The runner that a configuration asks for, and the most bytes that its buffers take together.
 
@@ -404,9 +409,11 @@ def runner_of(
         slot: of the chunks that it will move.
         memory: whether files are pages of memory.
         straight: as JobRunner's, instead of what `config.rows` says.
+        backend: as JobRunner's: the store's.
 
     Raises:
         ConfigError: staging_bytes holds no buffer for such a slot.
+        NativeError: as JobRunner.
     """
     threads, limit = staging_plan(config, slot)
     if threads < config.io_threads:
@@ -419,8 +426,10 @@ def runner_of(
         io_timeout_s=config.io_timeout_s,
         max_lost_threads=limit // staging_buffer(slot) - threads,
         straight=straight,
+        backend=backend,
         read_piece_bytes=min(config.read_piece_bytes, CACHED_BYTES) if memory else config.read_piece_bytes,
-        **({"write_piece_bytes": CACHED_BYTES} if memory else {}),
+        # A read of memory is over when it was begun: none ahead, or it would be out of the cache when it is summed.
+        **({"write_piece_bytes": CACHED_BYTES, "depth": 1} if memory else {}),
     )
     return runner, limit
 
