@@ -75,7 +75,8 @@ class StoreConfig:
     capacity_bytes: int = 64 << 30
     slab_bytes: int | None = None  # largest size of one preallocated file
     max_files: int = 4096
-    # How jobs move bytes: posix (blocking calls on threads) | uring (io_uring, or refuse to open) | auto.
+    # How jobs move bytes: posix (blocking calls on threads) | uring (io_uring, or refuse to open) | auto (posix, which
+    # measured at least as fast: docs/adr/0010).
     io: str = "auto"
     direct: str = "auto"  # O_DIRECT: auto (where it works) | on (or refuse to open) | off
     index_map_bytes: int | None = None  # cap of the index file; None: a share of the capacity

@@ -31,21 +31,15 @@ def choose_backend(mode: IOMode, directory: Path, io: str, timeout_s: float = PR
     Raises:
         ConfigError: io is uring, which does not work here; says why.
     """
-    if io == "posix":
-        return replace(mode, why=f"{mode.why}; io_uring off: configured")
-    if io == "auto" and not _is_preferred(mode):
-        return replace(mode, why=f"{mode.why}; io_uring off: not preferred here")
+    if io != "uring":
+        return mode  # auto is posix, which is at least as fast: docs/adr/0010 has what was measured
     works, why = try_uring(directory, mode, timeout_s)
-    if not works and io == "uring":
+    if not works:
         raise ConfigError(f"io='uring', but io_uring does not work in {directory}: {why}; use auto or posix")
-    said = f"io_uring {'works' if works else 'off'}" + (f": {why}" if why else "")
+    said = "io_uring works" + (f", but {why}" if why else "")
     if why:
         _say(directory, said)
-    return replace(mode, backend="uring" if works else "posix", why=f"{mode.why}; {said}")
-
-
-def _is_preferred(mode: IOMode) -> bool:
-    return True
+    return replace(mode, backend="uring", why=f"{mode.why}; {said}")
 
 
 def try_uring(directory: Path, mode: IOMode, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[bool, str]:

@@ -58,6 +58,7 @@ class Node:
         capacity_bytes: int = 64 << 20,
         slab_bytes: int | None = None,
         direct: str = "auto",
+        io: str = "auto",
         blocks_per_chunk: int = 1,
         namespace: Namespace | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -67,7 +68,8 @@ class Node:
         self.namespace = namespace or namespace_of(blocks_per_chunk=blocks_per_chunk)
         self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0, "bay_bytes": 1 << 20} | config))
         self.store = Store.open(
-            StoreConfig(root=root, capacity_bytes=capacity_bytes, slab_bytes=slab_bytes, direct=direct), writers=2
+            StoreConfig(root=root, capacity_bytes=capacity_bytes, slab_bytes=slab_bytes, direct=direct, io=io),
+            writers=2,
         )
         self.source = ranks(model, "nhd", 2, blocks_per_chunk, filled=True)
         self.target = ranks(model, "hnd", 4, blocks_per_chunk, filled=False)
