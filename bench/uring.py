@@ -54,16 +54,16 @@ def measure_shape(table: Table, options: Options, shape: Shape, folder: Path, wh
     """Adds the rows of one shape in one directory."""
     config = EngineConfig(io_threads=options.io_threads, **options.engine)
     num_chunks = max(2, options.engine_bytes // shape.slot.payload_bytes)
-    timing = {"nbytes": num_chunks * shape.slot.payload_bytes, "runs": options.runs, "budget_s": options.budget_s}
+    timing = {"nbytes": num_chunks * shape.slot.payload_bytes, "runs": options.runs}
     with ExitStack() as stack:
         runs = {way: EngineRun(stack, folder / way, shape, num_chunks, config, io=way) for way in WAYS}
         stores = [Impl(name=way, run=each.store_all, check=each.check_store) for way, each in runs.items()]
-        table.add(measure(f"store {shape.name}, {where}", stores, **timing))
+        table.add(measure(f"store {shape.name}, {where}", stores, **timing, budget_s=options.budget_s))
         loads = [
             Impl(name=way, run=each.load_all, poison=each.pool.poison, check=each.pool.check, always_check=True)
             for way, each in runs.items()
         ]
-        table.add(measure(f"load {shape.name}, {where}", loads, **timing))
+        table.add(measure(f"load {shape.name}, {where}", loads, **timing, budget_s=options.budget_s))
 
 
 def fio_rows(table: Table, options: Options, folder: Path, where: str, direct: bool) -> list[Row]:

@@ -34,8 +34,8 @@ class Backend {
   virtual void go() = 0;
   // Waits until it is done. As file_preadv and file_pwritev.
   virtual int64_t finish(Transfer &transfer) = 0;
-  // Nobody wants what was begun and not finished; returns when nothing touches its memory any more. What has not
-  // reached the kernel yet is not done at all.
+  // Nobody wants what was begun and not finished; returns when nothing touches its memory any more. What has
+  // not reached the kernel yet is not done at all.
   virtual void drop(Transfer &transfer) = 0;
   // Where the worker's staging is; nullptr: it has none, and gives up what it had when this returns.
   virtual void set_staging(uint8_t *base, uint64_t bytes) = 0;

@@ -329,11 +329,10 @@ int faulty_mmap(uint64_t length, void **out) {
   return plain(KVX_OP_MMAP, [&] { return libc_mmap(length, out); });
 }
 
-constexpr Calls kFaulty = {faulty_open,   faulty_close,   faulty_pread,     faulty_pwrite,
-                           faulty_preadv, faulty_pwritev, faulty_fallocate, faulty_ftruncate,
-                           faulty_fsync,  faulty_size,    faulty_dioalign,  faulty_unlink,
-                           faulty_rename, faulty_mkdir,   faulty_lock,      faulty_mmap,
-                           &kUringFaulty};
+constexpr Calls kFaulty = {faulty_open,     faulty_close,     faulty_pread,     faulty_pwrite, faulty_preadv,
+                           faulty_pwritev,  faulty_fallocate, faulty_ftruncate, faulty_fsync,  faulty_size,
+                           faulty_dioalign, faulty_unlink,    faulty_rename,    faulty_mkdir,  faulty_lock,
+                           faulty_mmap,     &kUringFaulty};
 
 }  // namespace
 

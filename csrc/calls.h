@@ -26,7 +26,8 @@ struct Fate {
 struct UringCalls {
   int (*setup)(uint32_t entries, void *params);
   int (*enroll)(int ring, uint32_t opcode, void *argument, uint32_t count);  // io_uring_register
-  // Hands the next `count` requests to the kernel, those over `extents`, and waits for `wait_for` completions.
+  // Hands the next `count` requests to the kernel, those over `extents`, and waits for `wait_for`
+  // completions.
   int (*enter)(int ring, const Extent *extents, uint32_t count, uint32_t wait_for);
   // No call, but a place for rules: a request has completed with `result`, and answers what this says.
   int64_t (*complete)(int64_t result, Extent extent, const ::iovec *places);

@@ -85,7 +85,7 @@ struct Worker {
   explicit Worker(StagingUse &use) : staging(use) {}
   std::thread thread;
   Staging staging;
-  std::unique_ptr<Backend> backend;        // its thread's; a replacement makes its own
+  std::unique_ptr<Backend> backend;       // its thread's; a replacement makes its own
   std::atomic<uint64_t> call_started{0};  // of the read or write under way; 0: none
   // guarded by Core::mutex
   std::shared_ptr<Job> job;  // whose chunk it runs

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 
 #include "calls.h"
 #include "ring_abi.h"
@@ -50,19 +51,23 @@ bool FileTable::update(uint32_t place, int fd) {
 
 int FileTable::place(kvx_file *file) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (const auto found = places_.find(file); found != places_.end()) return static_cast<int>(found->second);
+  if (const auto found = places_.find(file->number); found != places_.end())
+    return static_cast<int>(found->second);
   if (free_.empty()) return -1;
   const uint32_t place = free_.back();
-  if (!update(place, file->fd)) return -1;
+  const auto entry = places_.emplace(file->number, place).first;  // first: it may find no memory
+  if (!update(place, file->fd)) {
+    places_.erase(entry);
+    return -1;
+  }
   free_.pop_back();
-  places_.emplace(file, place);
   file->enrolled = true;
   return static_cast<int>(place);
 }
 
 void FileTable::drop(kvx_file *file) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = places_.find(file);
+  const auto found = places_.find(file->number);
   if (found == places_.end() || ring_ < 0 || process_ != ::getpid()) return;
   // A place that cannot be emptied is not used again.
   if (update(found->second, -1)) free_.push_back(found->second);
@@ -82,9 +87,11 @@ void FileTable::retire() {
 
 void dismiss(kvx_file *file) {
   std::vector<std::shared_ptr<FileTable>> all;
-  {
+  try {
     std::lock_guard<std::mutex> lock(tables().mutex);
     all = tables().all;
+  } catch (const std::bad_alloc &) {
+    return;  // it stays open until the rings are closed; no other file has its number
   }
   for (const auto &table : all) table->drop(file);
 }

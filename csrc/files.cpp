@@ -6,6 +6,11 @@
 #include "calls.h"
 #include "enrolment.h"
 
+uint64_t new_file_number() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
 namespace kvx {
 
 void file_unref(kvx_file *file) {

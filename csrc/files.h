@@ -12,6 +12,9 @@
 
 #include "kvx.h"
 
+// A number that no other file of this process has, or had.
+uint64_t new_file_number();
+
 // kvx_file_adopt() makes one with one reference, which kvx_file_release() drops. Whoever starts a transfer on
 // another thread takes its own with file_ref() first. The last file_unref() closes the descriptor.
 struct kvx_file {
@@ -19,7 +22,8 @@ struct kvx_file {
   bool direct;
   std::string label;
   std::atomic<uint64_t> references{1};
-  std::atomic<bool> enrolled{false};  // rings know it (enrolment.h)
+  std::atomic<bool> enrolled{false};  // rings know it, by its number (enrolment.h)
+  const uint64_t number = new_file_number();
 };
 
 namespace kvx {
@@ -68,8 +72,8 @@ class Places {
 // The power of two that a direct request is aligned to, or 1 where a transfer may go on from any byte.
 uint64_t boundary(const kvx_file *file, const Span *places, uint32_t count, uint64_t offset);
 
-// The loop behind all transfers: `call(places, offset)` moves bytes once, and answers as a system call does. The
-// answer is what file_preadv and file_pwritev give.
+// The loop behind all transfers: `call(places, offset)` moves bytes once, and answers as a system call does.
+// The answer is what file_preadv and file_pwritev give.
 template <class Call>
 int64_t transfer(const kvx_file *file, bool write, const Span *places, uint32_t count, uint64_t offset,
                  uint64_t *moved, Call call) {

@@ -123,7 +123,10 @@ Outcome Core::run_chunk(Worker &worker, Job &job, uint32_t chunk) {
 void Core::run_worker(Worker *worker) {
   if (!worker->backend) {  // a replacement: here nobody waits for it
     int error;
-    worker->backend = make_backend(&error);
+    try {
+      worker->backend = make_backend(&error);
+    } catch (const std::bad_alloc &) {
+    }
     if (!worker->backend) worker->backend = posix_backend();  // rather than none
   }
   for (bool stay = true; stay;) {
@@ -287,7 +290,8 @@ void Core::give_up_slow_calls(uint64_t now) {
     ++found;
   }
   try {
-    for (; found && in_service_ < config_.threads && lost_ <= config_.max_lost_threads; --found) spawn(nullptr);
+    for (; found && in_service_ < config_.threads && lost_ <= config_.max_lost_threads; --found)
+      spawn(nullptr);
   } catch (const std::system_error &) {
     // No thread to be had: the rest carry on, and a lost one takes its place again when its call returns.
   }

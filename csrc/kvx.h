@@ -62,10 +62,11 @@ enum kvx_op {
   KVX_OP_COUNT
 };
 
-/* A fault rule. A call matches when `op` is its own and, for pread, pwrite and a ring's requests, when its byte
- * range meets [offset_lo, offset_hi). A read or write that a ring carries matches pread and pwrite too: what it
- * suffers comes when its answer is waited for. Of the matching calls the first `after` pass, the next `times` (0: all
- * that follow) are hit. Rules are tried in the order they were added; the first that hits decides. */
+/* A fault rule. A call matches when `op` is its own and, for pread, pwrite and a ring's requests, when its
+ * byte range meets [offset_lo, offset_hi). A read or write that a ring carries matches pread and pwrite too:
+ * what it suffers comes when its answer is waited for. Of the matching calls the first `after` pass, the next
+ * `times` (0: all that follow) are hit. Rules are tried in the order they were added; the first that hits
+ * decides. */
 enum kvx_fault_action {
   KVX_FAULT_ERRNO = 1,       /* arg: errno; nothing is done */
   KVX_FAULT_SHORT = 2,       /* arg: bytes; at most so many are transferred by the call (0: end of file). Of a
@@ -256,8 +257,8 @@ typedef struct kvx_engine_config {
   uint32_t reserved;
 } kvx_engine_config;
 
-/* How bytes get to files. posix: a blocking call at a time, of each thread. uring: each thread has a ring, and
- * keeps several transfers of its chunk under way. */
+/* How bytes get to files. posix: a blocking call at a time, of each thread. uring: each thread has a ring,
+ * and keeps several transfers of its chunk under way. */
 enum kvx_backend { KVX_BACKEND_POSIX = 0, KVX_BACKEND_URING = 1 };
 #define KVX_MAX_DEPTH 8
 

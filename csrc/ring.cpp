@@ -11,7 +11,7 @@
 
 #include "ring_abi.h"
 
-#if defined(__has_include)
+#if defined(__has_include) && !defined(KVX_NO_URING)
 #if __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
 #define KVX_HAS_URING 1
@@ -19,20 +19,6 @@
 #endif
 
 namespace kvx {
-
-namespace {
-
-constexpr uint32_t kPatience = 100;  // refusals that pass, in a row
-
-std::string said(const char *call, int error) {
-  std::string text = std::string(call) + ": [Errno " + std::to_string(-error) + "] " + std::strerror(-error);
-  if (error == -ENOSYS) text += " (the kernel has no io_uring)";
-  if (error == -EPERM || error == -EACCES) text += " (forbidden: by a container, or by kernel.io_uring_disabled)";
-  if (error == -ENOMEM) text += " (before Linux 5.12 a ring counts against RLIMIT_MEMLOCK)";
-  return text;
-}
-
-}  // namespace
 
 std::unique_ptr<Ring> Ring::make(uint32_t entries, int *error, std::string *why) {
   std::unique_ptr<Ring> ring(new Ring);
@@ -43,6 +29,17 @@ std::unique_ptr<Ring> Ring::make(uint32_t entries, int *error, std::string *why)
 #ifdef KVX_HAS_URING
 
 namespace {
+
+constexpr uint32_t kPatience = 100;  // refusals that pass, in a row
+
+std::string said(const char *call, int error) {
+  std::string text = std::string(call) + ": [Errno " + std::to_string(-error) + "] " + std::strerror(-error);
+  if (error == -ENOSYS) text += " (the kernel has no io_uring)";
+  if (error == -EPERM || error == -EACCES)
+    text += " (forbidden: by a container, or by kernel.io_uring_disabled)";
+  if (error == -ENOMEM) text += " (before Linux 5.12 a ring counts against RLIMIT_MEMLOCK)";
+  return text;
+}
 
 uint32_t load(const uint32_t *at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 void store(uint32_t *at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
@@ -210,7 +207,7 @@ bool Ring::enroll(uint8_t *base, uint64_t bytes, int *error) {
 #else  // <linux/io_uring.h> was not there
 
 int Ring::open(uint32_t, std::string *why) {
-  *why = "this libkvx was built where <linux/io_uring.h> is missing";
+  *why = "this libkvx was built without <linux/io_uring.h>";
   return -ENOSYS;
 }
 Ring::~Ring() = default;

@@ -1,4 +1,5 @@
-// One io_uring, by raw system calls: used by one thread, which is its only submitter and takes its completions.
+// One io_uring, by raw system calls: used by one thread, which is its only submitter and takes its
+// completions.
 #ifndef KVX_RING_H
 #define KVX_RING_H
 
@@ -42,8 +43,8 @@ class Ring {
   void withdraw();
   // No request will be taken any more: the kernel refused one.
   bool broken() const { return broken_; }
-  // Registers memory in place of what was registered before; without any, none. False where that is refused: it
-  // works unregistered, and *error says why.
+  // Registers memory in place of what was registered before; without any, none. False where that is refused:
+  // it works unregistered, and *error says why.
   bool enroll(uint8_t *base, uint64_t bytes, int *error);
   int files_error() const { return files_error_; }  // -errno of registering files
 

@@ -1,5 +1,5 @@
-// The kernel's numbers for io_uring that headers of older kernels lack, or have as enumerators, which cannot be asked
-// for. The structs that every header has are the header's own (ring.cpp).
+// The kernel's numbers for io_uring that headers of older kernels lack, or have as enumerators, which cannot
+// be asked for. The structs that every header has are the header's own (ring.cpp).
 #ifndef KVX_RING_ABI_H
 #define KVX_RING_ABI_H
 
@@ -9,7 +9,7 @@ namespace kvx {
 
 constexpr uint32_t kRegisterBuffers = 0, kDropBuffers = 1, kRegisterFiles = 2, kUpdateFiles = 6, kProbe = 8;
 constexpr uint8_t kReadv = 1, kWritev = 2, kReadFixed = 4, kWriteFixed = 5;
-constexpr uint8_t kFixedFile = 1;             // IOSQE_FIXED_FILE
+constexpr uint8_t kFixedFile = 1;                // IOSQE_FIXED_FILE
 constexpr uint32_t kSingleMap = 1, kNoDrop = 2;  // IORING_FEAT_*
 
 // struct io_uring_files_update

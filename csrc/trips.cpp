@@ -59,15 +59,16 @@ Identity identity_of(const Job &job, uint32_t chunk) {
 struct Flight {
   const Piece *piece = nullptr;
   std::vector<Span> places;
-  std::optional<Inside> inside;  // a read into the caller's memory: whatever becomes of it, the result comes after it
+  std::optional<Inside>
+      inside;  // a read into the caller's memory: whatever becomes of it, the result comes after it
   Transfer transfer;
   int64_t answer = 0;
 };
 
 constexpr Outcome kGone{KVX_CUT};  // nobody waits for this chunk any more; settle() drops it
 
-// Where the bytes of a chunk's segments and trailers are while they travel, and the pieces of it that are under way:
-// as many as the backend takes, finished in the order in which they were begun.
+// Where the bytes of a chunk's segments and trailers are while they travel, and the pieces of it that are
+// under way: as many as the backend takes, finished in the order in which they were begun.
 class Travel {
  public:
   Travel(Core &core, Worker &worker, Job &job, uint32_t chunk)
@@ -117,11 +118,8 @@ class Travel {
     }
     flight.piece = &piece;
     find_places(piece, flight.places);
-    flight.transfer = {job_.file(chunk_),
-                       write,
-                       flight.places.data(),
-                       static_cast<uint32_t>(flight.places.size()),
-                       file_offset(piece.slot_offset)};
+    flight.transfer = {job_.file(chunk_), write, flight.places.data(),
+                       static_cast<uint32_t>(flight.places.size()), file_offset(piece.slot_offset)};
     worker_.backend->begin(flight.transfer);
     ++begun_;
     return true;
@@ -133,7 +131,8 @@ class Travel {
     worker_.backend->go();
   }
 
-  // Waits for the piece that was begun first of those under way. It is inside the gate until the next is begun.
+  // Waits for the piece that was begun first of those under way. It is inside the gate until the next is
+  // begun.
   const Flight &end() {
     Flight &flight = flights_[ended_ % depth_];
     {
@@ -141,7 +140,8 @@ class Travel {
       flight.answer = worker_.backend->finish(flight.transfer);
       ++ended_;
     }
-    (flight.transfer.write ? core_.counters.bytes_written : core_.counters.bytes_read) += flight.transfer.moved;
+    (flight.transfer.write ? core_.counters.bytes_written : core_.counters.bytes_read) +=
+        flight.transfer.moved;
     return flight;
   }
 

@@ -1,5 +1,5 @@
-// Transfers by a ring, several at once. Each is looped as a blocking one is (files.h); a ring that the kernel has
-// refused is left for blocking calls.
+// Transfers by a ring, several at once. Each is looped as a blocking one is (files.h); a ring that the kernel
+// has refused is left for blocking calls.
 #include <array>
 #include <cerrno>
 
@@ -27,11 +27,11 @@ class UringBackend final : public Backend {
   void begin(Transfer &t) override {
     for (t.ticket = 0; used_[t.ticket]; ++t.ticket) {
     }
-    used_[t.ticket] = true;
     const uint64_t most = std::min(total(t.places, t.count), kMaxTransfer);
     prepare(t, Places(t.places, t.count, 0, most), t.offset);
     Request &request = requests_[t.ticket];
     if (request.fate.is_plain() && !ring_->broken()) ring_->push(request);
+    used_[t.ticket] = true;
   }
 
   void go() override { ring_->hand_over(); }

@@ -28,7 +28,8 @@ int64_t plain_complete(int64_t result, Extent, const ::iovec *) { return result;
 Fate plain_fate(kvx_op, Extent) { return {}; }
 
 int faulty_setup(uint32_t entries, void *params) {
-  return faulty(decide(KVX_OP_URING_SETUP, false, 0, 0), [&](uint64_t) { return plain_setup(entries, params); });
+  return faulty(decide(KVX_OP_URING_SETUP, false, 0, 0),
+                [&](uint64_t) { return plain_setup(entries, params); });
 }
 int faulty_enroll(int ring, uint32_t opcode, void *argument, uint32_t count) {
   return faulty(decide(KVX_OP_URING_REGISTER, false, 0, 0), [&](uint64_t limit) {

@@ -83,7 +83,8 @@ int try_uring(kvx_file *file, uint64_t bytes, std::string *why) {
   uint64_t moved;
   const int64_t got = file_pread(file, back, bytes, 0, &moved);
   if (got < 0) return give_up(got, "a pread of what was written", why);
-  if (moved != bytes || std::memcmp(out, back, bytes) != 0) return give_up(-EIO, "a write left other bytes", why);
+  if (moved != bytes || std::memcmp(out, back, bytes) != 0)
+    return give_up(-EIO, "a write left other bytes", why);
   if (use.buffers_error) give_up(use.buffers_error, "buffers are not registered", why);
   if (use.files_error) give_up(use.files_error, "files are not registered", why);
   return 0;

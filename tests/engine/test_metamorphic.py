@@ -124,7 +124,13 @@ def run(root: Path, steps: Sequence[Step], variant: Variant) -> Run:
 
     def open_node() -> Node:
         return Node(
-            root, MODEL, capacity_bytes=CAPACITY, direct=variant.direct, io=variant.io, blocks_per_chunk=variant.per_chunk, **how
+            root,
+            MODEL,
+            capacity_bytes=CAPACITY,
+            direct=variant.direct,
+            io=variant.io,
+            blocks_per_chunk=variant.per_chunk,
+            **how,
         )
 
     node, answers, evicted = open_node(), [], 0

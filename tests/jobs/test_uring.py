@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +337,8 @@ def test_a_closed_file_is_let_go(tmp_path: Path, source, target) -> None:
             other = os.open(path, os.O_RDWR)
             assert rig.lib.kvx_sys_lock(other, 0, _native.LOCK_TRY) == -errno.EWOULDBLOCK
             rig.lib.kvx_file_release(file)
-            until(lambda fd=other: rig.lib.kvx_sys_lock(fd, 0, _native.LOCK_TRY) == 0, "the kernel lets it go")
+            lock = partial(rig.lib.kvx_sys_lock, other, 0, _native.LOCK_TRY)
+            until(lambda try_lock=lock: try_lock() == 0, "the kernel lets it go")  # type: ignore[misc]
             os.close(other)
         assert not rig.load(target, EACH).status.any()
 

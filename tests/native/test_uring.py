@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,3 +104,22 @@ def test_wrong_bytes_are_noticed(tmp_path: Path, io: FaultyIO) -> None:
     io.flip(7, op="pread", after=4, times=1)  # the one that is no ring's: it sees what a write left
     answer, why = try_uring(tmp_path / "f")
     assert answer == -errno.EIO and "a write left other bytes" in why
+
+
+def test_a_library_that_was_built_without_the_kernels_header_refuses_with_that_reason(tmp_path: Path) -> None:
+    """ring.cpp alone is built so, into a program that asks it for a ring."""
+    sources = Path(__file__).parents[2] / "csrc"
+    main = tmp_path / "main.cpp"
+    main.write_text(
+        '#include <cstdio>\n#include "ring.h"\n'
+        "int main() { int error = 0; std::string why; auto ring = kvx::Ring::make(8, &error, &why);\n"
+        '  std::printf("%d %d %s", ring != nullptr, error, why.c_str()); }\n'
+    )
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    command = [*compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", "-DKVX_NO_URING", f"-I{sources}"]
+    built = subprocess.run(
+        [*command, str(main), str(sources / "ring.cpp"), "-o", str(tmp_path / "main")], capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    said = subprocess.run([str(tmp_path / "main")], capture_output=True, text=True).stdout
+    assert said == f"0 {-errno.ENOSYS} this libkvx was built without <linux/io_uring.h>"
