@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench import converter, durability, engine, lookup, policy, resident, rows, sharing, tier, ttft
+from bench import converter, durability, engine, lookup, policy, resident, rows, sharing, tier, ttft, uring
 from bench.options import MIB, Options
 from bench.table import Table, exit_status, machine_facts
 from kvxfer.errors import KvxferError
@@ -20,6 +20,7 @@ ROOMS = {
     "converter": converter.run,
     "rows": rows.run,
     "engine": engine.run,
+    "uring": uring.run,
     "policy": policy.run,
     "lookup": lookup.run,
     "resident": resident.run,

@@ -140,11 +140,14 @@ class Pages:
 class EngineRun:
     """A store that is full, an engine over it, and whole stores and loads."""
 
-    def __init__(self, stack: ExitStack, root: Path, shape: Shape, num_chunks: int, config: EngineConfig) -> None:
+    def __init__(
+        self, stack: ExitStack, root: Path, shape: Shape, num_chunks: int, config: EngineConfig, io: str = "auto"
+    ) -> None:
         self.shape, self.num_chunks = shape, num_chunks
         self.pool = Pages(shape, num_chunks)
         self.files = config.io_threads
-        store_config = StoreConfig.from_mapping({"root": root} | _store_keys(shape.slot, num_chunks, self.files))
+        keys = _store_keys(shape.slot, num_chunks, self.files)
+        store_config = StoreConfig.from_mapping({"root": root, "io": io} | keys)
         self.store = stack.enter_context(Store.open(store_config, writers=self.files))
         self.engine = stack.enter_context(
             TransferEngine(self.store, shape.namespace, [self.pool.pages], config=config, live=shape.live)

@@ -9,16 +9,15 @@
 
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <condition_variable>
 #include <csignal>
 #include <cstddef>
 #include <cstdio>
 #include <mutex>
 #include <new>
-#include <thread>
 #include <vector>
 
+#include "faults.h"
 #include "files.h"
 
 namespace kvx {
@@ -112,7 +111,7 @@ int libc_mmap(uint64_t length, void **out) {
 constexpr Calls kLibc = {libc_open,    libc_close,     libc_pread,     libc_pwrite, libc_preadv,
                          libc_pwritev, libc_fallocate, libc_ftruncate, libc_fsync,  libc_fdatasync,
                          libc_size,    libc_dioalign,  libc_unlink,    libc_rename, libc_mkdir,
-                         libc_lock,    libc_mmap};
+                         libc_lock,    libc_mmap,      &kUringLibc};
 
 // ---- fault rules ------------------------------------------------------------------------------------------
 
@@ -139,15 +138,16 @@ std::atomic<const Calls *> g_table{&kLibc};
 std::atomic<uint64_t> g_calls[KVX_OP_COUNT];
 
 bool valid(const kvx_fault &rule) {
-  const bool moves = rule.op == KVX_OP_PREAD || rule.op == KVX_OP_PWRITE;
+  const bool moves = rule.op == KVX_OP_PREAD || rule.op == KVX_OP_PWRITE || rule.op == KVX_OP_URING_COMPLETE;
+  const bool counts = rule.op == KVX_OP_URING_REGISTER || rule.op == KVX_OP_URING_SUBMIT;
   if (rule.op < 0 || rule.op >= KVX_OP_COUNT) return false;
   switch (rule.action) {
     case KVX_FAULT_ERRNO:
       return rule.arg > 0 && rule.arg < 4096;
     case KVX_FAULT_SHORT:
-      return moves;
+      return moves || counts;
     case KVX_FAULT_FLIP:
-      return rule.op == KVX_OP_PREAD;
+      return rule.op == KVX_OP_PREAD || rule.op == KVX_OP_URING_COMPLETE;
     case KVX_FAULT_DELAY:
     case KVX_FAULT_HANG:
     case KVX_FAULT_KILL_BEFORE:
@@ -165,11 +165,8 @@ bool in_range(const kvx_fault &rule, uint64_t offset, uint64_t n) {
   return end > rule.offset_lo && (offset < rule.offset_hi || rule.offset_hi == UINT64_MAX);
 }
 
-// What a call has to suffer: `fault.action` is 0 where no rule hits.
-struct Verdict {
-  kvx_fault fault;
-  uint64_t releases;  // up to now
-};
+}  // namespace
+
 Verdict decide(int op, bool ranged, uint64_t offset, uint64_t n) {
   Faults &state = faults();
   std::lock_guard<std::mutex> lock(state.mutex);
@@ -195,31 +192,7 @@ void hang(uint64_t releases) {
   for (;;) ::pause();
 }
 
-// Runs `call` as the verdict wants it. `call(limit)` makes the call, moving at most `limit` bytes.
-template <class Call>
-auto faulty(const Verdict &verdict, Call call) -> decltype(call(uint64_t{0})) {
-  const kvx_fault &rule = verdict.fault;
-  switch (rule.action) {
-    case KVX_FAULT_ERRNO:
-      return -static_cast<int>(rule.arg);
-    case KVX_FAULT_SHORT:
-      return call(rule.arg);
-    case KVX_FAULT_DELAY:
-      std::this_thread::sleep_for(std::chrono::milliseconds(rule.arg));
-      break;
-    case KVX_FAULT_HANG:
-      hang(verdict.releases);
-      break;
-    case KVX_FAULT_KILL_BEFORE:
-      die();
-    case KVX_FAULT_KILL_AFTER:
-      call(rule.arg > 0 ? rule.arg : UINT64_MAX);
-      die();
-    default:
-      break;
-  }
-  return call(UINT64_MAX);
-}
+namespace {
 
 template <class Call>
 auto plain(int op, Call call) -> decltype(call()) {
@@ -272,6 +245,8 @@ uint64_t total(const ::iovec *places, int count) {
   return n;
 }
 
+}  // namespace
+
 int64_t cut_preadv(int fd, const ::iovec *to, int count, uint64_t offset, uint64_t limit) {
   if (limit >= total(to, count)) return libc_preadv(fd, to, count, offset);
   if (limit == 0) return 0;
@@ -282,6 +257,13 @@ int64_t cut_pwritev(int fd, const ::iovec *from, int count, uint64_t offset, uin
   if (limit == 0) return 0;
   return libc_pwritev(Buffered(fd, O_WRONLY).fd(), first_bytes(from, count, limit).data(), count, offset);
 }
+
+void flip(const ::iovec *places, uint64_t at) {
+  for (; at >= places->iov_len; ++places) at -= places->iov_len;
+  static_cast<uint8_t *>(places->iov_base)[at] ^= 1;
+}
+
+namespace {
 
 // ---- the faulty table -------------------------------------------------------------------------------------
 
@@ -308,9 +290,7 @@ int64_t faulty_preadv(int fd, const ::iovec *to, int count, uint64_t offset) {
   const int64_t got =
       faulty(verdict, [&](uint64_t limit) { return cut_preadv(fd, to, count, offset, limit); });
   if (rule.action == KVX_FAULT_FLIP && got > 0 && rule.arg < static_cast<uint64_t>(got)) {
-    uint64_t at = rule.arg;
-    for (; at >= to->iov_len; ++to) at -= to->iov_len;
-    static_cast<uint8_t *>(to->iov_base)[at] ^= 1;
+    flip(to, rule.arg);
   }
   return got;
 }
@@ -359,7 +339,7 @@ int faulty_mmap(uint64_t length, void **out) {
 constexpr Calls kFaulty = {
     faulty_open,      faulty_close,     faulty_pread, faulty_pwrite,    faulty_preadv, faulty_pwritev,
     faulty_fallocate, faulty_ftruncate, faulty_fsync, faulty_fdatasync, faulty_size,   faulty_dioalign,
-    faulty_unlink,    faulty_rename,    faulty_mkdir, faulty_lock,      faulty_mmap};
+    faulty_unlink,    faulty_rename,    faulty_mkdir, faulty_lock,      faulty_mmap,   &kUringFaulty};
 
 }  // namespace
 
@@ -367,6 +347,8 @@ const Calls &calls(kvx_op op) {
   g_calls[op].fetch_add(1, std::memory_order_relaxed);
   return *g_table.load(std::memory_order_acquire);
 }
+
+const Calls &plain_calls() { return kLibc; }
 
 void unmap(void *address, uint64_t length) { ::munmap(address, length); }
 

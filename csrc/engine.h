@@ -13,20 +13,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "backend.h"
 #include "job.h"
 #include "kvx.h"
 
 namespace kvx {
-
-// How bytes reach a file. io_uring and others come in beside posix.
-class Backend {
- public:
-  virtual ~Backend() = default;
-  // As file_preadv and file_pwritev.
-  virtual int64_t read(kvx_file *file, const Span *to, uint32_t count, uint64_t offset, uint64_t *moved) = 0;
-  virtual int64_t write(kvx_file *file, const Span *from, uint32_t count, uint64_t offset,
-                        uint64_t *moved) = 0;
-};
 
 // What all buffers of an engine take.
 struct StagingUse {
@@ -94,6 +85,7 @@ struct Worker {
   explicit Worker(StagingUse &use) : staging(use) {}
   std::thread thread;
   Staging staging;
+  std::unique_ptr<Backend> backend;       // its thread's; a replacement makes its own
   std::atomic<uint64_t> call_started{0};  // of the read or write under way; 0: none
   // guarded by Core::mutex
   std::shared_ptr<Job> job;  // whose chunk it runs
@@ -122,7 +114,7 @@ class Core : public std::enable_shared_from_this<Core> {
   std::mutex mutex;
   Counters counters;
   StagingUse staging_use;  // before the workers, whose buffers count in it
-  Backend &backend() { return *backend_; }
+  RingUse ring_use;        // so, too
   bool enter_gate(Job &job, uint32_t chunk);
   void leave_gate(Job &job);
   bool begin_write(Job &job, uint32_t chunk);
@@ -142,14 +134,14 @@ class Core : public std::enable_shared_from_this<Core> {
   void give_up_slow_calls(uint64_t now);
   bool quiet();
   void mark_lost(Worker *worker);
-  void spawn();
+  void spawn(std::unique_ptr<Backend> backend);
+  std::unique_ptr<Backend> make_backend(int *error);
   bool has_news(int direction) const;
   void publish_if_done(Job &job);
   void fail_queued(uint8_t status);
   void reap();
 
   const kvx_engine_config config_;
-  std::unique_ptr<Backend> backend_;
   Bell bell_;
   // guarded by mutex
   std::condition_variable work_, done_, monitor_wake_, idle_;

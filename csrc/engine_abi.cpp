@@ -35,7 +35,9 @@ void Core::stats(kvx_stats *out) {
           in_service_,
           lost_,
           0,
-          staging_use.bytes};
+          staging_use.bytes,
+          ring_use.rings,
+          ring_use.registered_bytes};
   for (const auto &queue : queue_)
     for (const auto &job : queue) out->queued_chunks += job->closed() ? 0 : job->untaken();
   for (const Worker &worker : workers_) out->leaked_bytes += worker.lost ? worker.staging.size() : 0;
@@ -67,7 +69,8 @@ extern "C" {
 int kvx_engine_new(const kvx_engine_config *config, kvx_engine **out) {
   if (!config || !out || !config->threads || !config->read_piece_bytes || !config->write_piece_bytes)
     return -EINVAL;
-  if (config->backend != KVX_BACKEND_POSIX) return -ENOSYS;
+  const bool deep = config->depth >= 1 && config->depth <= KVX_MAX_DEPTH;
+  if (config->backend > KVX_BACKEND_URING || (config->backend == KVX_BACKEND_URING && !deep)) return -EINVAL;
   return guarded([&] {
     auto core = std::make_shared<kvx::Core>(*config);
     try {

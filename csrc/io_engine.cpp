@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <chrono>
 #include <new>
+#include <string>
 #include <system_error>
 #include <tuple>
 
@@ -25,16 +26,6 @@ Clock::time_point at(uint64_t ns) { return Clock::time_point(std::chrono::nanose
 Clock::time_point after(uint64_t timeout_ns) {
   return at(now_ns() + std::min<uint64_t>(timeout_ns, uint64_t{1} << 62));
 }
-
-class PosixBackend final : public Backend {
- public:
-  int64_t read(kvx_file *file, const Span *to, uint32_t count, uint64_t offset, uint64_t *moved) override {
-    return file_preadv(file, to, count, offset, moved);
-  }
-  int64_t write(kvx_file *file, const Span *from, uint32_t count, uint64_t offset, uint64_t *moved) override {
-    return file_pwritev(file, from, count, offset, moved);
-  }
-};
 
 }  // namespace
 
@@ -59,16 +50,30 @@ uint8_t *Staging::need(uint64_t bytes) {
   return base_;
 }
 
-Core::Core(const kvx_engine_config &config) : config_(config), backend_(std::make_unique<PosixBackend>()) {}
+Core::Core(const kvx_engine_config &config) : config_(config) {}
+
+std::unique_ptr<Backend> Core::make_backend(int *error) {
+  *error = 0;
+  std::string why;
+  if (config_.backend == KVX_BACKEND_POSIX) return posix_backend();
+  return uring_backend(config_.depth, ring_use, error, &why);
+}
 
 void Core::start() {
+  std::vector<std::unique_ptr<Backend>> backends;
+  for (uint32_t i = 0; i < config_.threads; ++i) {
+    int error;
+    backends.push_back(make_backend(&error));
+    if (error < 0) throw std::system_error(-error, std::generic_category());
+  }
   std::lock_guard<std::mutex> lock(mutex);
-  for (uint32_t i = 0; i < config_.threads; ++i) spawn();
+  for (auto &backend : backends) spawn(std::move(backend));
   monitor_ = std::thread([self = shared_from_this()] { self->run_monitor(); });
 }
 
-void Core::spawn() {
+void Core::spawn(std::unique_ptr<Backend> backend) {
   Worker &worker = workers_.emplace_back(staging_use);
+  worker.backend = std::move(backend);
   try {
     worker.thread = std::thread([self = shared_from_this(), &worker] { self->run_worker(&worker); });
   } catch (...) {
@@ -116,6 +121,14 @@ Outcome Core::run_chunk(Worker &worker, Job &job, uint32_t chunk) {
 }
 
 void Core::run_worker(Worker *worker) {
+  if (!worker->backend) {  // a replacement: here nobody waits for it
+    int error;
+    try {
+      worker->backend = make_backend(&error);
+    } catch (const std::bad_alloc &) {
+    }
+    if (!worker->backend) worker->backend = posix_backend();  // rather than none
+  }
   for (bool stay = true; stay;) {
     std::vector<std::shared_ptr<Job>> dead;
     {
@@ -128,12 +141,14 @@ void Core::run_worker(Worker *worker) {
     std::unique_lock<std::mutex> lock(mutex);
     if (worker->lost) {  // once it is no longer counted as lost, its buffer must not be there either
       lock.unlock();
+      worker->backend->set_staging(nullptr, 0);
       worker->staging.release();
       lock.lock();
     }
     stay = finish(worker, outcome);
     dead.swap(buried_);  // declared before the lock, so destroyed after it
   }
+  worker->backend.reset();  // by the thread that had it, and under no lock
   std::lock_guard<std::mutex> lock(mutex);
   worker->exited = true;
   idle_.notify_all();
@@ -275,7 +290,8 @@ void Core::give_up_slow_calls(uint64_t now) {
     ++found;
   }
   try {
-    for (; found && in_service_ < config_.threads && lost_ <= config_.max_lost_threads; --found) spawn();
+    for (; found && in_service_ < config_.threads && lost_ <= config_.max_lost_threads; --found)
+      spawn(nullptr);
   } catch (const std::system_error &) {
     // No thread to be had: the rest carry on, and a lost one takes its place again when its call returns.
   }

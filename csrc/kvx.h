@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define KVX_ABI_VERSION 4
+#define KVX_ABI_VERSION 5
 #define KVX_API __attribute__((visibility("default")))
 
 KVX_API uint32_t kvx_abi_version(void);
@@ -55,21 +55,28 @@ enum kvx_op {
   KVX_OP_MKDIR,
   KVX_OP_LOCK,
   KVX_OP_MMAP,
+  KVX_OP_URING_SETUP,    /* io_uring_setup */
+  KVX_OP_URING_REGISTER, /* io_uring_register: its buffers, files, and what it can do */
+  KVX_OP_URING_SUBMIT,   /* io_uring_enter that hands requests over; counted by call */
+  KVX_OP_URING_COMPLETE, /* a request's answer is taken; no call */
   KVX_OP_COUNT
 };
 
-/* A fault rule. A call matches when `op` is its own and, for pread and pwrite, when its byte range
- * meets [offset_lo, offset_hi). Of the matching calls the first `after` pass, the next `times` (0: all
- * that follow) are hit. Rules are tried in the order they were added; the first that hits decides. */
+/* A fault rule. A call matches when `op` is its own and, for pread, pwrite and a ring's requests, when its
+ * byte range meets [offset_lo, offset_hi). A read or write that a ring carries matches pread and pwrite too:
+ * what it suffers comes when its answer is waited for. Of the matching calls the first `after` pass, the next
+ * `times` (0: all that follow) are hit. Rules are tried in the order they were added; the first that hits
+ * decides. */
 enum kvx_fault_action {
   KVX_FAULT_ERRNO = 1,       /* arg: errno; nothing is done (but a descriptor is closed) */
-  KVX_FAULT_SHORT = 2,       /* arg: bytes; at most so many are transferred by the call (0: end of file) */
+  KVX_FAULT_SHORT = 2,       /* arg: bytes; at most so many are transferred by the call (0: end of file). Of a
+                                ring: requests handed over, or places of what is registered or asked for */
   KVX_FAULT_DELAY = 3,       /* arg: milliseconds, then the call is made */
   KVX_FAULT_HANG = 4,        /* blocks until kvx_fault_release(), then the call is made */
   KVX_FAULT_KILL_BEFORE = 5, /* SIGKILL instead of the call */
   KVX_FAULT_KILL_AFTER = 6,  /* the call is made (at most arg bytes if arg > 0), then SIGKILL */
   KVX_FAULT_FLIP = 7 /* the call is made, then bit 0 of byte `arg` of the buffer's transferred bytes is
-                        inverted (a read that returns damage). pread only. */
+                        inverted (a read that returns damage). pread, and a ring's answers. */
 };
 typedef struct kvx_fault {
   int32_t op;
@@ -242,14 +249,19 @@ typedef struct kvx_engine_config {
   uint32_t max_lost_threads; /* threads whose call never returned that may be replaced */
   uint64_t io_timeout_ns;    /* a call running longer is given up as KVX_LOST; 0: never */
   uint64_t read_piece_bytes; /* reads are cut into pieces of about this size, on segment boundaries */
-  uint32_t backend;          /* enum kvx_backend; -ENOSYS for one that isn't built in */
+  uint32_t backend;          /* enum kvx_backend */
   uint32_t straight;         /* 1 << direction: chunks of host rows go without staging where they can */
   /* Writes without staging are cut likewise: a piece is summed, and written while a cache has it. UINT64_MAX:
    * a chunk is summed, and written by one call. */
   uint64_t write_piece_bytes;
+  uint32_t depth; /* uring: transfers that a thread has under way at most, 1..KVX_MAX_DEPTH */
+  uint32_t reserved;
 } kvx_engine_config;
 
-enum kvx_backend { KVX_BACKEND_POSIX = 0 };
+/* How bytes get to files. posix: a blocking call at a time, of each thread. uring: each thread has a ring,
+ * and keeps several transfers of its chunk under way. */
+enum kvx_backend { KVX_BACKEND_POSIX = 0, KVX_BACKEND_URING = 1 };
+#define KVX_MAX_DEPTH 8
 
 enum kvx_direction { KVX_STORE = 0, KVX_LOAD = 1 };
 
@@ -301,7 +313,14 @@ typedef struct kvx_chunk_error {
   uint64_t moved;
 } kvx_chunk_error;
 
+/* -errno where a thread, or its ring, is not to be had. */
 KVX_API int kvx_engine_new(const kvx_engine_config *config, kvx_engine **out);
+/* Whether transfers can go by io_uring here, by trying: `bytes` (a multiple of what direct I/O asks for) are
+ * written to the start of `file` by a ring, read back by the ring and by pread, and compared. `why` (room for
+ * KVX_WHY_BYTES) gets the reason if not; else what is missing of it, such as registered buffers, or "". 0, or
+ * -errno. */
+#define KVX_WHY_BYTES 256
+KVX_API int kvx_uring_try(kvx_file *file, uint64_t bytes, char *why);
 /* Copies everything it needs. Does not block. -EINVAL: a block id out of range, a part of another layout.
  * -ESHUTDOWN. */
 KVX_API int kvx_engine_submit(kvx_engine *engine, const kvx_job *job);
@@ -356,6 +375,8 @@ typedef struct kvx_stats {
   uint64_t lost_threads;       /* gauge: calls that have not returned */
   uint64_t leaked_bytes;       /* gauge: staging under them */
   uint64_t staging_bytes;      /* gauge: all staging, that included */
+  uint64_t rings;              /* gauge: threads, lost ones included, whose transfers go by io_uring */
+  uint64_t registered_bytes;   /* gauge: staging that is registered with a ring */
 } kvx_stats;
 KVX_API void kvx_engine_stats(kvx_engine *engine, kvx_stats *out);
 

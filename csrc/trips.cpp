@@ -1,6 +1,8 @@
 // The two trips of a chunk: pages -> staging -> slot, and slot -> staging -> verified -> pages. Host rows
 // that a transfer can use as they are (Job::straight) go without staging: row -> slot, and slot -> row ->
 // verified.
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <optional>
 
@@ -53,9 +55,20 @@ Identity identity_of(const Job &job, uint32_t chunk) {
   return {job.digest(), c.key, c.key_bytes, c.generation};
 }
 
+// A piece that is under way.
+struct Flight {
+  const Piece *piece = nullptr;
+  std::vector<Span> places;
+  std::optional<Inside>
+      inside;  // a read into the caller's memory: whatever becomes of it, the result comes after it
+  Transfer transfer;
+  int64_t answer = 0;
+};
+
 constexpr Outcome kGone{KVX_CUT};  // nobody waits for this chunk any more; settle() drops it
 
-// Where the bytes of a chunk's segments and trailers are while they travel.
+// Where the bytes of a chunk's segments and trailers are while they travel, and the pieces of it that are
+// under way: as many as the backend takes, finished in the order in which they were begun.
 class Travel {
  public:
   Travel(Core &core, Worker &worker, Job &job, uint32_t chunk)
@@ -64,35 +77,78 @@ class Travel {
         job_(job),
         chunk_(chunk),
         plan_(job.plan(chunk)),
-        straight_(job.straight(chunk)) {}
+        straight_(job.straight(chunk)),
+        depth_(worker.backend->depth()) {}
+  // What is left has no use, but its memory must not be given up under it.
+  ~Travel() {
+    while (ended_ < begun_) {
+      Flight &flight = flights_[ended_ % depth_];
+      InCall call(worker_, spent_on(flight));
+      worker_.backend->drop(flight.transfer);
+      ++ended_;
+      flight.inside.reset();
+    }
+  }
+  Travel(const Travel &) = delete;
+  Travel &operator=(const Travel &) = delete;
 
  protected:
   // False where there is no memory. Without staging there is still a place for the trailers.
   bool prepare() {
     const uint64_t from = straight_ ? plan_.items()[plan_.num_segments()].staging_offset : 0;
-    staging_ = worker_.staging.need(plan_.staging_bytes() - from);
+    const uint64_t bytes = plan_.staging_bytes() - from;
+    const bool grows = bytes > worker_.staging.size();
+    if (grows) worker_.backend->set_staging(nullptr, 0);
+    staging_ = worker_.staging.need(bytes);
+    if (grows && staging_) worker_.backend->set_staging(staging_, worker_.staging.size());
     shift_ = from;
     return staging_ != nullptr;
+  }
+
+  bool full() const { return begun_ - ended_ == depth_; }
+  bool under_way() const { return begun_ != ended_; }
+  uint32_t most_under_way() const { return depth_; }
+
+  // Begins a transfer of a piece's bytes. False where the gate is closed for a read that must be inside it.
+  bool begin(const Piece &piece, bool write) {
+    Flight &flight = flights_[begun_ % depth_];
+    if (straight_ && !write && !flight.inside.emplace(core_, job_, chunk_)) {
+      flight.inside.reset();
+      return false;
+    }
+    flight.piece = &piece;
+    find_places(piece, flight.places);
+    flight.transfer = {job_.file(chunk_), write, flight.places.data(),
+                       static_cast<uint32_t>(flight.places.size()), file_offset(piece.slot_offset)};
+    worker_.backend->begin(flight.transfer);
+    ++begun_;
+    return true;
+  }
+
+  // Lets the kernel have what was begun, and goes on.
+  void go() {
+    InCall call(worker_, core_.counters.write_ns);
+    worker_.backend->go();
+  }
+
+  // Waits for the piece that was begun first of those under way. It is inside the gate until the next is
+  // begun.
+  const Flight &end() {
+    Flight &flight = flights_[ended_ % depth_];
+    {
+      InCall call(worker_, spent_on(flight));
+      flight.answer = worker_.backend->finish(flight.transfer);
+      ++ended_;
+    }
+    (flight.transfer.write ? core_.counters.bytes_written : core_.counters.bytes_read) +=
+        flight.transfer.moved;
+    return flight;
   }
 
   uint8_t *at(const Item &item) const {
     if (straight_ && !item.trailer)
       return straight_bytes(job_.part(0), ordinal(item), job_.block_ids(chunk_)[0]);
     return staging_ + (item.staging_offset - shift_);
-  }
-
-  // The memory of a piece: one place in staging; without, the row's, and the trailers'.
-  const std::vector<Span> &spans(const Piece &piece) {
-    spans_.clear();
-    for (uint32_t i = piece.first_item; i < piece.first_item + piece.num_items; ++i) {
-      const Item &item = plan_.items()[i];
-      uint8_t *const data = at(item);
-      if (!spans_.empty() && spans_.back().data + spans_.back().bytes == data)
-        spans_.back().bytes += item.bytes;
-      else
-        spans_.push_back({data, item.bytes});
-    }
-    return spans_;
   }
 
   // Sums a piece's segments where they lie.
@@ -119,7 +175,26 @@ class Travel {
   // Straight jobs have one part, whose segments are all of the plan's.
   uint32_t ordinal(const Item &item) const { return static_cast<uint32_t>(&item - plan_.items().data()); }
 
-  std::vector<Span> spans_;
+  std::atomic<uint64_t> &spent_on(const Flight &flight) const {
+    return flight.transfer.write ? core_.counters.write_ns : core_.counters.read_ns;
+  }
+
+  // The memory of a piece: one place in staging; without, the row's, and the trailers'.
+  void find_places(const Piece &piece, std::vector<Span> &places) const {
+    places.clear();
+    for (uint32_t i = piece.first_item; i < piece.first_item + piece.num_items; ++i) {
+      const Item &item = plan_.items()[i];
+      uint8_t *const data = at(item);
+      if (!places.empty() && places.back().data + places.back().bytes == data)
+        places.back().bytes += item.bytes;
+      else
+        places.push_back({data, item.bytes});
+    }
+  }
+
+  const uint32_t depth_;
+  std::array<Flight, KVX_MAX_DEPTH> flights_;
+  uint32_t begun_ = 0, ended_ = 0;
 };
 
 // One chunk's way in: what was found and what the trailers promised.
@@ -132,10 +207,15 @@ class Load : Travel {
 
   Outcome run() {
     if (!prepare()) return {KVX_IO, ENOMEM};
-    for (const Piece &piece : plan_.pieces()) {
-      // Rows are filled piece by piece, so each piece may use the same cache-hot bytes.
-      if (!straight_ && !job_.live()) shift_ = piece.staging_offset;
-      const Outcome outcome = take_piece(piece);
+    find_room();
+    const std::vector<Piece> &pieces = plan_.pieces();
+    for (uint32_t i = 0, ahead = 0; i < pieces.size(); ++i) {
+      for (; ahead < pieces.size() && !full(); ++ahead) {
+        aim(ahead);
+        if (!begin(pieces[ahead], false)) return kGone;
+      }
+      aim(i);
+      const Outcome outcome = take_piece(pieces[i]);
       if (outcome.status != KVX_OK) return outcome;
     }
     const Outcome outcome = compare();
@@ -151,21 +231,22 @@ class Load : Travel {
   }
 
  private:
+  // Rows are filled piece by piece, so that a few pieces may use the same cache-hot bytes in turn.
+  void find_room() {
+    if (straight_ || job_.live()) return;
+    for (const Piece &piece : plan_.pieces()) turn_bytes_ = std::max(turn_bytes_, piece.bytes);
+    turns_ = std::min<uint64_t>(most_under_way(), plan_.pieces().size());
+    if (turns_ * turn_bytes_ > plan_.staging_bytes()) turns_ = 0;  // each has its own place, then
+  }
+  void aim(uint32_t piece) {
+    if (turns_) shift_ = plan_.pieces()[piece].staging_offset - piece % turns_ * turn_bytes_;
+  }
+
   Outcome take_piece(const Piece &piece) {
     const uint64_t offset = file_offset(piece.slot_offset);
-    uint64_t moved = 0;
-    int64_t answer;
-    // A read into the caller's memory is made inside the gate: whatever becomes of it, the result comes after
-    // it.
-    std::optional<Inside> filling;
-    if (straight_ && !filling.emplace(core_, job_, chunk_)) return kGone;
-    {
-      const std::vector<Span> &to = spans(piece);
-      InCall call(worker_, core_.counters.read_ns);
-      answer = core_.backend().read(job_.file(chunk_), to.data(), static_cast<uint32_t>(to.size()), offset,
-                                    &moved);
-    }
-    core_.counters.bytes_read += moved;
+    const Flight &flight = end();
+    const int64_t answer = flight.answer;
+    const uint64_t moved = flight.transfer.moved;
     if (core_.abandoned(job_, chunk_)) return kGone;
     if (answer < 0) return {KVX_IO, static_cast<int>(-answer), UINT32_MAX, offset, piece.bytes, moved};
     if (moved < piece.bytes) return {KVX_TRUNCATED, 0, UINT32_MAX, offset, piece.bytes, moved};
@@ -224,6 +305,7 @@ class Load : Travel {
     return {};
   }
 
+  uint64_t turns_ = 0, turn_bytes_ = 0;
   std::vector<uint64_t> found_, promised_;
   std::vector<uint8_t *> addresses_;
 };
@@ -245,9 +327,15 @@ class Store : Travel {
       if (straight_ && !take_sums(piece)) return kGone;
       if (!begun && !core_.begin_write(job_, chunk_)) return kGone;
       begun = true;
-      const Outcome outcome = write(piece);
-      if (outcome.status != KVX_OK) return outcome;
+      begin(piece, true);
+      if (full()) {
+        if (const Outcome outcome = write(); outcome.status != KVX_OK) return outcome;
+      } else if (straight_) {
+        go();  // while the next piece is summed
+      }
     }
+    while (under_way())
+      if (const Outcome outcome = write(); outcome.status != KVX_OK) return outcome;
     return {};
   }
 
@@ -289,21 +377,15 @@ class Store : Travel {
     }
   }
 
-  Outcome write(const Piece &piece) {
-    const uint64_t offset = file_offset(piece.slot_offset);
-    const std::vector<Span> &from = spans(piece);
-    uint64_t moved = 0;
-    int64_t answer;
-    {
-      InCall call(worker_, core_.counters.write_ns);
-      answer = core_.backend().write(job_.file(chunk_), from.data(), static_cast<uint32_t>(from.size()),
-                                     offset, &moved);
-    }
-    core_.counters.bytes_written += moved;
+  // Waits for the write that was begun first.
+  Outcome write() {
+    const Flight &flight = end();
+    const Transfer &transfer = flight.transfer;
+    const uint64_t wanted = flight.piece->bytes;
     if (core_.abandoned(job_, chunk_)) return kGone;
-    if (answer < 0 || moved < piece.bytes)
-      return {KVX_IO, answer < 0 ? static_cast<int>(-answer) : EIO, UINT32_MAX, offset, piece.bytes, moved};
-    return {};
+    if (flight.answer >= 0 && transfer.moved == wanted) return {};
+    const int error = flight.answer < 0 ? static_cast<int>(-flight.answer) : EIO;
+    return {KVX_IO, error, UINT32_MAX, transfer.offset, wanted, transfer.moved};
   }
 
   std::vector<uint64_t> sums_;

@@ -14,18 +14,22 @@ from typing import Any
 from kvxfer.errors import NativeError
 from kvxfer.slot import SlotLayout
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 UINT64_MAX = 2**64 - 1
 
 OPS = (
     "open", "close", "pread", "pwrite", "fallocate", "ftruncate", "fsync",
     "fstat", "unlink", "rename", "mkdir", "lock", "mmap",
+    "uring_setup", "uring_register", "uring_submit", "uring_complete",
 )  # fmt: skip
 FAULT_ACTIONS = {
     "errno": 1, "short": 2, "delay": 3, "hang": 4, "kill_before": 5, "kill_after": 6, "flip": 7,
 }  # fmt: skip
 LOCK_TRY, LOCK_DROP, LOCK_TEST = 1, 2, 3  # kvx_lock_operation
 STORE, LOAD = 0, 1
+BACKENDS = {"posix": 0, "uring": 1}
+MAX_DEPTH = 8
+WHY_BYTES = 256
 
 
 class Fault(C.Structure):
@@ -88,7 +92,7 @@ class EngineConfigStruct(C.Structure):
     _fields_ = [
         ("threads", C.c_uint32), ("max_lost_threads", C.c_uint32), ("io_timeout_ns", C.c_uint64),
         ("read_piece_bytes", C.c_uint64), ("backend", C.c_uint32), ("straight", C.c_uint32),
-        ("write_piece_bytes", C.c_uint64),
+        ("write_piece_bytes", C.c_uint64), ("depth", C.c_uint32), ("reserved", C.c_uint32),
     ]  # fmt: skip
 
 
@@ -139,7 +143,7 @@ class Stats(C.Structure):
             "segments_verified", "truncated", "bad_trailer", "foreign", "bad_sum", "absent", "io_errors",
             "deadline_cuts", "lost_calls", "late_returns", "lost_writes", "read_ns", "write_ns",
             "staging_peak_bytes", "queued_chunks", "busy_threads", "threads", "lost_threads", "leaked_bytes",
-            "staging_bytes",
+            "staging_bytes", "rings", "registered_bytes",
         )
     ]  # fmt: skip
 
@@ -192,6 +196,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvx_mapping_release": (None, (_P,)),
     "kvx_gather": (_INT, (_P, _P, _U64, _P, _U64, _P, _INT)),
     "kvx_scatter": (_INT, (_P, _P, _U64, _P, _U64, _P, _INT)),
+    "kvx_uring_try": (_INT, (_P, _U64, _P)),
     "kvx_engine_new": (_INT, (_P, _P)),
     "kvx_engine_submit": (_INT, (_P, _P)),
     "kvx_engine_poll": (_INT, (_P, _INT, _P)),

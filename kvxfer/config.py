@@ -13,7 +13,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.policy import POLICIES
 from kvxfer.slot import ALIGNMENT, SlotLayout, round_up
 
-IO_BACKENDS = ("auto", "posix")
+IO_BACKENDS = ("auto", "posix", "uring")
 DIRECT_MODES = ("auto", "on", "off")
 DURABILITIES = ("none", "process", "power")
 ROW_MODES = ("auto", "straight", "staged")
@@ -86,7 +86,9 @@ class StoreConfig:
     slab_bytes: int | None = None  # largest size of one preallocated file
     max_files: int = 4096
     policy: str = "lru"  # what makes way when it is full: lru | arc | s3fifo (kvxfer/policy)
-    io: str = "auto"  # backend of the engine's jobs: auto (the best there is) | posix, so far the only one
+    # How jobs move bytes: posix (blocking calls on threads) | uring (io_uring, or refuse to open) | auto (posix, which
+    # measured at least as fast: docs/adr/0010).
+    io: str = "auto"
     direct: str = "auto"  # O_DIRECT: auto (where it works) | on (or refuse to open) | off
     index_map_bytes: int | None = None  # cap of the index file; None: a share of the capacity
     # What outlives what (docs/adr/0014): none (an index that cannot be trusted, as after the machine went down, is

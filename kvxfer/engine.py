@@ -81,7 +81,7 @@ class TransferEngine:
         second_touch: SecondTouch | None = None,
     ) -> None:
         slot = slot_of(namespace, pages)
-        self.config = config or EngineConfig()
+        config = self.config = config or EngineConfig()
         self._store, self._root = store, str(store.config.root)
         self._runner: Runner
         stats, refusal = (lambda: self._runner.stats()), (lambda: self._runner.refusal)
@@ -95,7 +95,7 @@ class TransferEngine:
         self._slot, self._registration = slot, Registration(store, namespace, slot)
         self.digest = self._registration.digest
         self._pid = os.getpid()
-        self._runner, self._staging_limit = runner_over(self.config, slot, pages, device, store.config.root)
+        self._runner, self._staging_limit = runner_over(config, slot, pages, device, store.config.root, store.backend)
         parts = [self._runner.part(p, live) for p in pages]
         self._native_ids = itertools.count(1)
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)

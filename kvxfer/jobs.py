@@ -251,6 +251,11 @@ class JobRunner(Runner):
         read_piece_bytes: a read is no longer than about this.
         write_piece_bytes: nor is a write without staging.
         straight: STORE, LOAD: directions in which chunks of host rows go without staging, where they can.
+        backend: posix | uring, where it works (io.modes.probe_uring).
+        depth: uring: transfers of a thread under way at most, 1.._native.MAX_DEPTH.
+
+    Raises:
+        NativeError: a thread, or its ring, is not to be had.
     """
 
     def __init__(
@@ -262,6 +267,8 @@ class JobRunner(Runner):
         read_piece_bytes: int = 256 << 10,
         write_piece_bytes: int = _native.UINT64_MAX,
         straight: Sequence[int] = (),
+        backend: str = "posix",
+        depth: int = _native.MAX_DEPTH,
     ) -> None:
         self._lib, self._quick = _native.lib(), _native.quick()
         self._pid = os.getpid()
@@ -272,6 +279,8 @@ class JobRunner(Runner):
             read_piece_bytes=read_piece_bytes,
             write_piece_bytes=write_piece_bytes,
             straight=sum(1 << direction for direction in straight),
+            backend=_native.BACKENDS[backend],
+            depth=depth,
         )
         handle = C.c_void_p()
         _check(self._lib.kvx_engine_new(C.byref(config), C.byref(handle)), "kvx_engine_new")
@@ -395,7 +404,12 @@ class JobRunner(Runner):
 
 
 def runner_of(
-    config: EngineConfig, slot: SlotLayout, *, memory: bool, straight: Sequence[int] | None = None
+    config: EngineConfig,
+    slot: SlotLayout,
+    *,
+    memory: bool,
+    straight: Sequence[int] | None = None,
+    backend: str = "posix",
 ) -> tuple[JobRunner, int]:
     """The runner that a configuration asks for, and the most bytes that its buffers take together.
 
@@ -406,9 +420,11 @@ def runner_of(
         slot: of the chunks that it will move.
         memory: whether files are pages of memory.
         straight: as JobRunner's, instead of what `config.rows` says.
+        backend: as JobRunner's: the store's.
 
     Raises:
         ConfigError: staging_bytes holds no buffer for such a slot.
+        NativeError: as JobRunner.
     """
     threads, limit = staging_plan(config, slot)
     if threads < config.io_threads:
@@ -421,8 +437,10 @@ def runner_of(
         io_timeout_s=config.io_timeout_s,
         max_lost_threads=limit // staging_buffer(slot) - threads,
         straight=straight,
+        backend=backend,
         read_piece_bytes=min(config.read_piece_bytes, CACHED_BYTES) if memory else config.read_piece_bytes,
-        **({"write_piece_bytes": CACHED_BYTES} if memory else {}),
+        # A read of memory is over when it was begun: none ahead, or it would be out of the cache when it is summed.
+        **({"write_piece_bytes": CACHED_BYTES, "depth": 1} if memory else {}),
     )
     return runner, limit
 

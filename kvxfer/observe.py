@@ -20,6 +20,7 @@ from kvxfer.breaker import BreakerState
 from kvxfer.device.host_carrier import ENGINES as COPY_ENGINES
 from kvxfer.drive_writes import DRIVE_WRITTEN
 from kvxfer.io.ladder import REASONS, RUNGS
+from kvxfer.io.modes import PATHS
 from kvxfer.jobs import LOAD, NS, STORE, ChunkError, Status
 from kvxfer.metrics import Kind, Series, Tally, Value, Values, add_up, expose
 from kvxfer.report import engine_reporter
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from kvxfer.nvml import GpuMonitor
 
 DIRECTIONS = {LOAD: "load", STORE: "store"}
-PATHS = ("posix direct", "posix buffered")  # Store.io_mode
 _WHY = tuple(status.name.lower() for status in Status if status not in (Status.OK, Status.PENDING))
 _NAMES = {status: status.name.lower() for status in Status}
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

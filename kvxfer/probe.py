@@ -295,7 +295,7 @@ def nvml(timeout_s: float = TIMEOUT_S) -> Probe:
 
 
 def io_uring(disabled: Path = _URING_DISABLED) -> Probe:
-    """Whether the kernel lets this process make an io_uring, by making one. This version does not use it.
+    """Whether the kernel lets this process make an io_uring, by making one. A directory is tried by io.uring.
 
     Args:
         disabled: the kernel's switch, for tests.
@@ -310,7 +310,7 @@ def io_uring(disabled: Path = _URING_DISABLED) -> Probe:
     fd = call(_IO_URING_SETUP, ctypes.c_uint(1), parameters)
     if fd >= 0:
         os.close(fd)
-        return Probe(True, "works; not used by this version", {"disabled": switch})
+        return Probe(True, "works; used where io is uring", {"disabled": switch})
     code = ctypes.get_errno()
     name = errno.errorcode.get(code, str(code))
-    return Probe(False, f"io_uring_setup answers {name}{said.get(switch, '')}; not used by this version")
+    return Probe(False, f"io_uring_setup answers {name}{said.get(switch, '')}")

@@ -16,6 +16,7 @@ from kvxfer.drive_writes import DriveWatch, DriveWrites
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry import PRESETS
 from kvxfer.io.modes import NETWORK_FILESYSTEMS, PROBE_TIMEOUT_S, filesystem_type, probe_mode
+from kvxfer.io.uring import try_uring
 from kvxfer.layout import kvx1_slot, row_mapping
 from kvxfer.nvml import Gpus, ask_gpus
 from kvxfer.slot import MAX_BLOCKS, SlotLayout
@@ -119,6 +120,8 @@ class Directory:
     network: bool = False
     io_mode: str | None = None
     why: str = ""  # what was found, and the reason of each step down
+    uring: bool | None = None  # whether io="uring" would work, and why not, or what is missing of it; None: not tried
+    uring_why: str = ""
     alignment: int | None = None
     free_bytes: int | None = None
     free_inodes: int | None = None  # None: as many as there is room for
@@ -270,6 +273,7 @@ def _try(path: Path) -> Directory:
         return replace(found, problem=str(exc))
     direct, why = mode.direct, mode.why
     alignment = mode.alignment
+    uring, uring_why = try_uring(nearest, mode)
     if info is not None:
         if direct and mode.alignment > info.alignment:
             direct = False
@@ -279,6 +283,8 @@ def _try(path: Path) -> Directory:
         found,
         io_mode="posix direct" if direct else "posix buffered",
         why=why,
+        uring=uring,
+        uring_why=uring_why,
         alignment=alignment,
         root=None if info is None else {"format": FORMAT, **asdict(info)},
     )

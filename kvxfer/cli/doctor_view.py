@@ -125,6 +125,9 @@ def _show_directory(console: Console, place: Directory) -> None:
     _line(console, FAILS if place.problem else WORKS, clean(place.path), place.problem or f"{place.io_mode} on {kind}")
     if place.why:
         _more(console, place.why)
+    if place.uring is not None:
+        said = 'io_uring works, where io="uring" asks for it' if place.uring else "io_uring does not work"
+        _more(console, said + (f": {place.uring_why}" if place.uring_why else ""))
     if place.tried and place.tried != place.path and not place.problem:
         _more(console, f"tried in {place.tried}")
     if place.rung is not None:

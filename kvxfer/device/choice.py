@@ -23,7 +23,12 @@ __all__ = ["runner_over"]
 
 
 def runner_over(
-    config: EngineConfig, slot: SlotLayout, pages: Sequence[KVPages], device: Device | None, root: Path
+    config: EngineConfig,
+    slot: SlotLayout,
+    pages: Sequence[KVPages],
+    device: Device | None,
+    root: Path,
+    backend: str = "posix",
 ) -> tuple[Runner, int]:
     """The runner for these pages, and the most bytes that its threads' buffers in host memory take together.
 
@@ -31,6 +36,7 @@ def runner_over(
         slot: of the chunks that it will move.
         device: None: the one that has the pages.
         root: of the store.
+        backend: of the store, for what goes through host memory: posix or uring.
 
     Raises:
         ConfigError: staging_bytes holds no buffer for such a slot, or what `config.gds` wants does not work, or
@@ -42,8 +48,8 @@ def runner_over(
     """
     device, memory = device or _device_of(pages, config.programs), in_memory(root)
     if device is None:
-        return runner_of(config, slot, memory=memory)
-    carrier, limit = _carrier(device, config, slot, root, memory)
+        return runner_of(config, slot, memory=memory, backend=backend)
+    carrier, limit = _carrier(device, config, slot, root, memory, backend)
     try:
         return DeviceRunner(device, carrier, pages, config), limit
     except BaseException:  # whatever it is, it goes on to the caller, and the carrier's threads end
@@ -51,19 +57,21 @@ def runner_over(
         raise
 
 
-def _carrier(device: Device, config: EngineConfig, slot: SlotLayout, root: Path, memory: bool) -> tuple[Carrier, int]:
+def _carrier(
+    device: Device, config: EngineConfig, slot: SlotLayout, root: Path, memory: bool, backend: str
+) -> tuple[Carrier, int]:
     """By the way that the ladder found for this root, and the bytes that its threads' buffers take."""
     rung: Rung | None = None
     if memory:
         rung = Rung("host", (Step("file", "direct and compat off: files are pages of memory, there is no drive"),))
     elif device.label.startswith("cuda"):
         rung = climb(root, DeviceTrial(device), want=config.gds)
-    if rung is None or (backend := backend_for(rung, config)) is None:
+    if rung is None or (gds := backend_for(rung, config)) is None:
         choose = calibrated(device.label, config.copy_engine).choose
-        host = HostCarrier(device, config, slot, memory=memory, choose=choose)
+        host = HostCarrier(device, config, slot, memory=memory, choose=choose, backend=backend)
         host.rung = rung
         return host, host.staging_limit
-    carrier = GdsCarrier(device, backend, config)
+    carrier = GdsCarrier(device, gds, config)
     carrier.rung = rung
     return carrier, 0
 

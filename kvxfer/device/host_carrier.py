@@ -57,6 +57,7 @@ class HostCarrier(Carrier):
         memory: whether files are pages of memory.
         choose: which of ENGINES takes a batch, by direction ("store", "load"), bytes of a fragment and number of these;
             asked for each. None: always PACK. So it is, whatever is chosen, of bays whose host memory is not pinned.
+        backend: between host memory and files: posix or uring.
 
     Raises:
         ConfigError: staging_bytes holds no buffer for such a slot.
@@ -71,6 +72,7 @@ class HostCarrier(Carrier):
         *,
         memory: bool,
         choose: Callable[[str, int, int], str] | None = None,
+        backend: str = "posix",
     ) -> None:
         self._choose = choose
         self._copied: Counter[tuple[int, str]] = Counter()  # batches, by direction and engine
@@ -78,7 +80,7 @@ class HostCarrier(Carrier):
         self._up, self._down = device.stream(), device.stream()  # a card has an engine for each way
         self._straight = config.rows != "staged"
         straight = (STORE,) if self._straight else ()
-        self._runner, self.staging_limit = runner_of(config, slot, memory=memory, straight=straight)
+        self._runner, self.staging_limit = runner_of(config, slot, memory=memory, straight=straight, backend=backend)
         self._copies: dict[Batch, _Copy] = {}
         self._flights: dict[int, Batch] = {}  # by the native job's id
         self._numbers: dict[Batch, int] = {}

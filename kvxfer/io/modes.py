@@ -29,6 +29,7 @@ NETWORK_FILESYSTEMS = frozenset(
     "lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 smb2 smb3 smbfs vboxsf virtiofs wekafs".split()
 )
 
+PATHS = ("posix direct", "posix buffered", "uring direct", "uring buffered")  # IOMode.name
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
@@ -39,6 +40,12 @@ class IOMode:
     direct: bool  # with O_DIRECT
     alignment: int  # of buffers, sizes and offsets; a power of two of at least 4096
     why: str  # what was found, and the reason for each step down
+    backend: str = "posix"  # posix | uring: how an engine's jobs move bytes (io/uring.py)
+
+    @property
+    def name(self) -> str:
+        """Such as "posix direct": one of PATHS."""
+        return f"{self.backend} {'direct' if self.direct else 'buffered'}"
 
 
 def probe_mode(directory: Path, direct: str = "auto", timeout_s: float | None = None) -> IOMode:

@@ -16,6 +16,7 @@ from kvxfer.config import StoreConfig, slab_cost
 from kvxfer.errors import ConfigError, FormatError, IOFault
 from kvxfer.io.modes import IOMode, probe_mode, refuse_network
 from kvxfer.io.system import mkdir_within, sync_directory, sys_close, sys_fdatasync, sys_open, try_unlink
+from kvxfer.io.uring import choose_backend
 from kvxfer.report import reporter
 from kvxfer.store.entry import Entry
 from kvxfer.store.index import TRANSACTION, Index
@@ -78,7 +79,7 @@ def lock_root(config: StoreConfig) -> tuple[RootLock, IOMode | None]:
     _check_descriptors(config)
     mode: IOMode | None = None
     if read_root(root) is None:
-        mode = probe_mode(_nearest(root), config.direct)  # refuses before anything is made
+        mode = _mode_of(_nearest(root), config)  # refuses before anything is made
         make_directories(root, config.durability == "power")
     _check_owner(root)
     return RootLock.open(root), mode
@@ -108,7 +109,7 @@ def open_root(config: StoreConfig, lock: RootLock, others: list[int], mode: IOMo
     if others:
         _check_limits(config, info.config(root), lock)
     found, leftovers = scan_directory(root / SLABS, info.alignment)
-    mode = _fit_mode(mode or probe_mode(root, config.direct), info, config)
+    mode = _fit_mode(mode or _mode_of(root, config), info, config)
     nbytes, nfiles, small = strangers(root)
     unopened = [slab for slab in found if slab.error]
     nbytes += sum(max(slab.size, slab.blocks) for slab in unopened)
@@ -143,6 +144,10 @@ def _check_descriptors(config: StoreConfig) -> None:
         )
 
 
+def _mode_of(directory: Path, config: StoreConfig) -> IOMode:
+    return choose_backend(probe_mode(directory, config.direct), directory, config.io)
+
+
 def _fit_mode(mode: IOMode, info: RootInfo, config: StoreConfig) -> IOMode:
     """The mode at the root's own alignment, which never changes."""
     if not mode.direct or mode.alignment <= info.alignment:
@@ -150,7 +155,7 @@ def _fit_mode(mode: IOMode, info: RootInfo, config: StoreConfig) -> IOMode:
     why = f"the root is aligned to {info.alignment}, direct I/O here asks for {mode.alignment}"
     if config.direct == "on":
         raise ConfigError(f"direct='on', but {why}; use auto or off, or make a new root")
-    return IOMode(False, info.alignment, f"direct I/O off: {why}")
+    return replace(mode, direct=False, alignment=info.alignment, why=f"direct I/O off: {why}")
 
 
 def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> None:

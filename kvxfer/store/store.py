@@ -174,8 +174,13 @@ class Store:
 
     @property
     def io_mode(self) -> str:
-        """The I/O path of the slabs: "posix direct" or "posix buffered"."""
-        return "posix direct" if self.direct else "posix buffered"
+        """The I/O path of the slabs, such as "posix direct": one of io.modes.PATHS."""
+        return self._opened.mode.name
+
+    @property
+    def backend(self) -> str:
+        """What an engine's jobs go by: posix or uring."""
+        return self._opened.mode.backend
 
     def bump_epoch(self) -> int:
         """Makes everything stored so far a miss, in all processes, now and later. Namespaces must be registered again.

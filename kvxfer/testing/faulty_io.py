@@ -26,7 +26,9 @@ class FaultyIO:
 
     Every method takes the call (`open`, `pread`, `pwrite`, `fallocate`, `ftruncate`, `fsync`, `rename`, ... see
     `kvxfer._native.OPS`), lets the first `after` matching calls pass and hits the next `times` (None: all). With
-    `offset=(lo, hi)` only preads and pwrites that touch those bytes of their file match.
+    `offset=(lo, hi)` only preads and pwrites that touch those bytes of their file match. What goes by io_uring is a
+    pread or pwrite too, and besides it can be had at `uring_setup`, `uring_register`, `uring_submit` (a refusal to take
+    requests; counts, like `short`'s, are requests) and `uring_complete` (what a request answers).
 
         with FaultyIO() as io:
             rule = io.fail("pwrite", errno.ENOSPC, after=3, times=1)
@@ -86,12 +88,13 @@ class FaultyIO:
         self,
         nbyte: int = 0,
         *,
+        op: str = "pread",
         after: int = 0,
         times: int | None = None,
         offset: tuple[int, int] | None = None,
     ) -> Rule:
-        """A pread answers with bit 0 of byte `nbyte` of what it read inverted."""
-        return self._add("pread", "flip", nbyte, after, times, offset)
+        """A pread (or `op` uring_complete) answers with bit 0 of byte `nbyte` of what it moved inverted."""
+        return self._add(op, "flip", nbyte, after, times, offset)
 
     def kill(
         self,

@@ -59,6 +59,7 @@ class Node:
         slab_bytes: int | None = None,
         direct: str = "auto",
         policy: str = "lru",
+        io: str = "auto",
         blocks_per_chunk: int = 1,
         namespace: Namespace | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -71,7 +72,7 @@ class Node:
         self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0, "bay_bytes": 1 << 20} | config))
         limits: dict[str, Any] = {"capacity_bytes": capacity_bytes, "slab_bytes": slab_bytes, "direct": direct}
         self.store = Store.open(
-            StoreConfig(root=root, policy=policy, **limits, **(writes or {})), writers=2, clock=clock
+            StoreConfig(root=root, policy=policy, io=io, **limits, **(writes or {})), writers=2, clock=clock
         )
         self.source = ranks(model, "nhd", 2, blocks_per_chunk, filled=True)
         self.target = ranks(model, "hnd", 4, blocks_per_chunk, filled=False)

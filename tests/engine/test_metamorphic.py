@@ -3,7 +3,8 @@
 The script stores prompts, loads them whole and in parts, damages slots, opens the root again, and runs in a store too
 small for it. What must be the same under each option:
 
-    threads, direct or buffered I/O, size of reads, instruction set    every bitmap and every loaded byte, also which
+    threads, blocking calls or io_uring, direct or buffered I/O,
+    size of reads, instruction set                                     every bitmap and every loaded byte, also which
                                                                        chunks were evicted, as an oracle of lists says
     blocks a chunk                                                     the same, of another oracle: larger chunks are
                                                                        evicted, and lost to damage, together
@@ -48,6 +49,7 @@ class Variant:
 
     io_threads: int = 2
     direct: str = "auto"
+    io: str = "posix"
     read_piece_bytes: int = 1 << 20
     per_chunk: int = 1
 
@@ -122,7 +124,13 @@ def run(root: Path, steps: Sequence[Step], variant: Variant) -> Run:
 
     def open_node() -> Node:
         return Node(
-            root, MODEL, capacity_bytes=CAPACITY, direct=variant.direct, blocks_per_chunk=variant.per_chunk, **how
+            root,
+            MODEL,
+            capacity_bytes=CAPACITY,
+            direct=variant.direct,
+            io=variant.io,
+            blocks_per_chunk=variant.per_chunk,
+            **how,
         )
 
     node, answers, evicted = open_node(), [], 0
@@ -239,6 +247,8 @@ VARIANTS = {
     "small reads": Variant(read_piece_bytes=4096),
     "odd reads": Variant(read_piece_bytes=12_288 + 1, io_threads=3),
     "buffered, small reads": Variant(direct="off", read_piece_bytes=8192, io_threads=1),
+    "io_uring": Variant(io="uring"),
+    "io_uring, buffered, small reads": Variant(io="uring", direct="off", read_piece_bytes=4096),
 }
 
 

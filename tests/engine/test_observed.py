@@ -17,10 +17,11 @@ import pytest
 import kvxfer
 from kvxfer.engine import TransferEngine
 from kvxfer.errors import ConfigError
+from kvxfer.io.modes import PATHS
 from kvxfer.jobs import Status
 from kvxfer.metrics import Kind
 from kvxfer.nvml import GpuMonitor
-from kvxfer.observe import PATHS, SERIES, render_metrics
+from kvxfer.observe import SERIES, render_metrics
 from kvxfer.report import INTERVAL_S, Reporter
 from kvxfer.results import TransferResult
 from kvxfer.testing import FaultyIO, ManualClock

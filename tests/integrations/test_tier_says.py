@@ -50,7 +50,7 @@ ROW = 64 << 10
         ({"equal_pipeline_stages": 1}, "equal_pipeline_stages=1 must be true or false"),
         ({"capacity_bytes": 1}, "capacity_bytes=1"),
         ({"io_threads": 0}, "io_threads=0"),
-        ({"io": "uring"}, "io='uring' must be one of auto, posix"),
+        ({"io": "gds"}, "io='gds' must be one of auto, posix, uring"),
     ],
     ids=str,
 )

@@ -21,6 +21,7 @@ from tests.oracle import POISON, Bytes, Model
 GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=4, head_dim=40, dtype="float16", tokens_per_block=4)
 DIGEST = bytes(range(32))
 MODEL = Model.random(GEOMETRY, 8)
+BACKEND = "KVXFER_TEST_BACKEND"  # the environment says by which a Rig moves bytes: of this process, and its children
 EACH = [[b] for b in range(8)]  # a chunk for each of its blocks
 
 
@@ -100,7 +101,7 @@ class Rig:
             io_timeout_s=io_timeout_s,
             max_lost_threads=max_lost_threads,
             read_piece_bytes=read_piece_bytes,
-            **more,
+            **({"backend": os.environ.get(BACKEND, "posix")} | more),
         )
         self.next_id = 0
 

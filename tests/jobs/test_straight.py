@@ -284,9 +284,9 @@ def test_a_cancelled_load_ends_when_its_reads_have_returned(
 ) -> None:
     with rig_of(tmp_path, source, straight, threads=2) as rig:
         rig.store([source.pages], CHUNKS)
-        rule = io.hang("pread")
+        rules = [io.hang("pread", offset=(start, start + 1)) for start, _ in (slot_range(rig, 0), slot_range(rig, 1))]
         job = rig.submit(LOAD, [target.pages], CHUNKS)
-        until(lambda: rule.hits == 2, "both threads hang")
+        until(lambda: [rule.hits for rule in rules] == [1, 1], "both threads hang")
         rig.runner.cancel(job)
         time.sleep(0.05)
         assert rig.runner.poll(LOAD) is None
@@ -302,9 +302,9 @@ def test_a_shutdown_gives_up_reads_and_says_so(
 ) -> None:
     with rig_of(tmp_path, source, straight, threads=2) as rig:
         rig.store([source.pages], CHUNKS)
-        rule = io.hang("pread")
+        rules = [io.hang("pread", offset=(start, start + 1)) for start, _ in (slot_range(rig, 0), slot_range(rig, 1))]
         rig.submit(LOAD, [target.pages], CHUNKS)
-        until(lambda: rule.hits == 2, "both threads hang")
+        until(lambda: [rule.hits for rule in rules] == [1, 1], "both threads hang")
         start = time.monotonic()
         assert rig.runner.shutdown(0.2) == 2
         assert 0.15 < time.monotonic() - start < 20

@@ -19,6 +19,7 @@ from kvxfer.slot import SlotLayout
 from kvxfer.store import Store
 from kvxfer.store.slab import pack_header, parse_header
 from kvxfer.testing import FaultyIO
+from tests.native.uring import needs_uring
 from tests.store import rig
 
 Opened = Callable[..., Store]
@@ -181,6 +182,25 @@ def test_direct_on_that_does_not_work_makes_nothing(root: Path, faults: FaultyIO
     with pytest.raises(ConfigError, match="direct='on'"):
         Store.open(rig.config(root, direct="on"))
     assert not root.exists()
+
+
+def test_io_uring_that_is_asked_for_is_had_and_told_or_nothing_is_made(root: Path, faults: FaultyIO) -> None:
+    rule = faults.fail("uring_setup", errno.EPERM)
+    with pytest.raises(ConfigError, match="io='uring', but io_uring does not work .*Errno 1.*use auto or posix"):
+        Store.open(rig.config(root, io="uring"))
+    assert rule.hits == 1 and not root.exists()
+    faults.__exit__(None, None, None)
+    needs_uring(root.parent)
+    with Store.open(rig.config(root, io="uring")) as store:
+        assert (store.backend, store.io_mode) == ("uring", f"uring {'direct' if store.direct else 'buffered'}")
+        assert "io_uring works" in store.stats().mode
+    faults.fail("uring_setup", errno.EPERM)
+    before = rig.snapshot(root)
+    with pytest.raises(ConfigError, match="io='uring'"):
+        Store.open(rig.config(root, io="uring"))
+    assert rig.snapshot(root) == before
+    with Store.open(rig.config(root)) as store:
+        assert store.io_mode.startswith("posix ")
 
 
 def test_direct_io_refused_means_buffered_and_is_said(opened: Opened, faults: FaultyIO) -> None:
