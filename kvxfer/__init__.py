@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvxfer.nvml import GpuMonitor
     from kvxfer.observe import Metrics, render_metrics
     from kvxfer.opaque import opaque_mapping, opaque_namespace
-    from kvxfer.policy import ARCPolicy, CachePolicy, LRUPolicy
+    from kvxfer.policy import POLICIES, ARCPolicy, CachePolicy, LRUPolicy, S3FIFOPolicy, make_policy
     from kvxfer.prefix import (
         GroupHits,
         PrefixResult,
@@ -68,7 +68,7 @@ _HOMES = {
     "kvxfer.nvml": ("GpuMonitor",),
     "kvxfer.observe": ("Metrics", "render_metrics"),
     "kvxfer.opaque": ("opaque_mapping", "opaque_namespace"),
-    "kvxfer.policy": ("ARCPolicy", "CachePolicy", "LRUPolicy"),
+    "kvxfer.policy": ("POLICIES", "ARCPolicy", "CachePolicy", "LRUPolicy", "S3FIFOPolicy", "make_policy"),
     "kvxfer.prefix": (
         "GroupHits", "PrefixResult", "full_attention", "on_all_ranks", "sliding_window", "state_space", "usable_prefix",
     ),
@@ -104,11 +104,13 @@ __all__ = [
     "Metrics",
     "Namespace",
     "NativeError",
+    "POLICIES",
     "PRESETS",
     "PageLayout",
     "PrefixResult",
     "RowMapping",
     "RowPage",
+    "S3FIFOPolicy",
     "ShardSpec",
     "SlotLayout",
     "Status",
@@ -125,6 +127,7 @@ __all__ = [
     "kvx1_namespace",
     "kvx1_slot",
     "make_offload_key",
+    "make_policy",
     "on_all_ranks",
     "opaque_mapping",
     "opaque_namespace",
