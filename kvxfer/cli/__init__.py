@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import kvxfer
-from kvxfer.cli import bench, demo, doctor, epoch, inspect, verify
+from kvxfer.cli import bench, demo, doctor, epoch, inspect, simulate, verify
 from kvxfer.cli.output import BAD_INPUT, FAILED
 
 WRONG_BYTES = FAILED  # what the demo finds
@@ -32,6 +32,7 @@ app.command(name="demo", epilog=demo.EPILOG)(demo.command)
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.command)
 app.command(name="inspect", epilog=inspect.EPILOG)(inspect.command)
 app.command(name="verify", epilog=verify.EPILOG)(verify.command)
+app.command(name="simulate", epilog=simulate.EPILOG)(simulate.command)
 app.add_typer(epoch.app, name="epoch")
 app.add_typer(bench.app, name="bench")
 
