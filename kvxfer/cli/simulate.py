@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from kvxfer.cli import bench_plot, output, simulate_job, simulate_plan, simulate_plot, simulate_view
+from kvxfer.cli import bench_plot, output, simulate_job, simulate_plot, simulate_view
 from kvxfer.cli.simulate_plan import ADMISSIONS, Drive, Plan, block_bytes_of
 from kvxfer.geometry import PRESETS
 from kvxfer.policy import POLICIES
+from kvxfer.simulate import BLOCK_TOKENS
 
 EPILOG = (
     "Exit codes: 0 it was simulated; 2 a bad option, or a trace that cannot be read or is none: the message names the "
@@ -45,7 +46,7 @@ def command(
     block_tokens: Annotated[
         int,
         typer.Option(parser=output.whole_number, metavar="N", help="Tokens that one of the trace's ids stands for."),
-    ] = simulate_plan.BLOCK_TOKENS,
+    ] = BLOCK_TOKENS,
     drive: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of the drive, as it is sold: 3.84TB.", show_default="not said")
     ] = None,
