@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from itertools import islice
 
-from kvxfer.policy.base import CachePolicy, T, chunk_name
+from kvxfer.policy.base import T, chunk_name
+from kvxfer.policy.order import Order
+from kvxfer.policy.ranked import RankedPolicy
 
 
-class LRUPolicy(CachePolicy[T]):
-    """The least recently used goes first. Pinned entries leave the order and come back as the most recent."""
+class LRUPolicy(RankedPolicy[T]):
+    """The least recently used goes first: one order, in which whatever is inserted or used is the youngest."""
 
     def __init__(self, *, name_of: Callable[[T], Hashable] = chunk_name, capacity: int | None = None) -> None:
-        self._order: OrderedDict[T, None] = OrderedDict()
+        super().__init__(name_of=name_of, capacity=capacity)
+        self._order: Order[T] = Order()
 
-    def insert(self, item: T) -> None:
-        """As the most recent."""
-        self._order[item] = None
+    def _enter(self, item: T) -> None:
+        self._number += 1
+        self._order.add(item, self._number)
 
-    def touch(self, item: T) -> None:
-        """Makes a held one the most recent; a pinned one becomes that anyway."""
-        if item in self._order:
-            self._order.move_to_end(item)
+    def _use(self, item: T) -> None:
+        self._number += 1
+        self._order.renew(item, self._number)
 
-    def pin(self, item: T) -> None:
-        """Takes it out of the order."""
-        del self._order[item]
+    def _order_of(self, item: T) -> Order[T]:
+        return self._order
 
-    def unpin(self, item: T) -> None:
-        """Back, as the most recent."""
-        self._order[item] = None
-
-    def remove(self, item: T) -> None:
-        """Forgets it."""
-        self._order.pop(item, None)
-
-    def victims(self, n: int) -> list[T]:
-        """The n least recent ones, the least recent first."""
-        return list(islice(self._order, max(0, n)))
-
-    def __len__(self) -> int:
-        return len(self._order)
+    def _least(self) -> T | None:
+        return self._order.oldest()

@@ -5,87 +5,99 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-from kvxfer.policy.base import CachePolicy, T, chunk_name
+from kvxfer.policy.base import T, chunk_name
+from kvxfer.policy.order import Order
+from kvxfer.policy.ranked import RankedPolicy
 
 SMALL = 0.1  # share of the capacity that is for entries on probation
+PROMOTED = 2  # uses on probation that make an entry one to keep
 MOST_USES = 3  # what the clock bits count to
 
 
-class S3FIFOPolicy(CachePolicy[T]):
-    """S3-FIFO (Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023)."""
+class S3FIFOPolicy(RankedPolicy[T]):
+    """S3-FIFO (Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023).
+
+    New entries queue on probation in a small queue of a tenth of the capacity. At its end go those that were used less
+    than twice; their names stay as ghosts. The others, and ghosts that are inserted again, queue in the main one, where
+    an entry that was used goes round again, once for each use, of which at most three count. A use moves nothing: it is
+    counted, which is why this is cheap, and a scan leaves the main queue alone.
+
+    Where this differs from the paper: a store makes room before it knows for whom, so that an entry which is inserted
+    again may have cost another one its place before its ghost was looked at. Which queue is to give is asked anew for
+    every entry that is looked at, so that where promotions have made the small one short the main one gives (the paper
+    evicts from a main queue that they have overfilled, and goes on in the small one). What is pinned or followed counts
+    in its queue and is passed over; where a queue has nothing else, the other gives.
+
+    Args:
+        capacity: of which the small queue is a tenth, and which bounds the ghosts to the rest.
+    """
 
     def __init__(self, *, name_of: Callable[[T], Hashable] = chunk_name, capacity: int | None = None) -> None:
-        if capacity is not None and capacity < 1:
-            raise ValueError(f"capacity={capacity} must be at least 1")
-        self._name_of, self._fixed = name_of, capacity
-        self._peak = 0
-        self._small: OrderedDict[T, int] = OrderedDict()  # uses
-        self._main: OrderedDict[T, int] = OrderedDict()
-        self._pinned: dict[T, tuple[OrderedDict[T, int], int]] = {}
+        super().__init__(name_of=name_of, capacity=capacity)
+        self._small: Order[T] = Order()
+        self._main: Order[T] = Order()
+        self._uses: dict[T, int] = {}  # where there are any
         self._ghosts: OrderedDict[Hashable, None] = OrderedDict()
-        self._named: set[T] = set()
 
     @property
-    def capacity(self) -> int:
-        """In entries."""
-        return self._peak if self._fixed is None else self._fixed
+    def small_target(self) -> int:
+        """Entries that the small queue is to have."""
+        return max(1, int(SMALL * self.capacity))
 
-    def insert(self, item: T) -> None:
-        """Into the main queue if it is remembered, else into the small one."""
-        self._named.clear()
-        name = self._name_of(item)
-        queue = self._main if name in self._ghosts else self._small
-        self._ghosts.pop(name, None)
-        queue[item] = 0
-        self._peak = max(self._peak, len(self) + len(self._pinned))
+    @property
+    def ghosts(self) -> int:
+        """Names remembered; at most what is left of the capacity beside the small queue, and 1 in any case."""
+        return len(self._ghosts)
 
-    def touch(self, item: T) -> None:
-        """Counts a use."""
-        self._named.clear()
-        for queue in (self._small, self._main):
-            if item in queue:
-                queue[item] = min(MOST_USES, queue[item] + 1)
+    def _enter(self, item: T) -> None:
+        """The youngest: of the main queue a ghost, of the small one any other."""
+        order = self._small
+        if self._ghosts and (name := self._name_of(item)) in self._ghosts:
+            del self._ghosts[name]
+            order = self._main
+        order.add(item, self._next_number())
 
-    def pin(self, item: T) -> None:
-        """Takes it out of its queue."""
-        self._named.clear()
-        queue = self._small if item in self._small else self._main
-        self._pinned[item] = queue, queue.pop(item)
+    def _use(self, item: T) -> None:
+        uses = self._uses.get(item, 0)
+        if uses < MOST_USES:
+            self._uses[item] = uses + 1
 
-    def unpin(self, item: T) -> None:
-        """Back, as the newest, with a use more."""
-        self._named.clear()
-        queue, uses = self._pinned.pop(item)
-        queue[item] = min(MOST_USES, uses + 1)
+    def _order_of(self, item: T) -> Order[T]:
+        return self._small if item in self._small else self._main
 
-    def remove(self, item: T) -> None:
-        """Forgets it; remembers its name if it was evicted from the small queue."""
-        if item in self._named and item in self._small:
+    def _least(self) -> T | None:
+        """What has been used since it was looked at last goes on, in the main queue; the first that hasn't is it."""
+        small, main, uses, target = self._small, self._main, self._uses, self.small_target
+        while True:
+            item = small.oldest() if len(small) >= target else None
+            if item is None:
+                item = main.oldest()
+                if item is not None:
+                    if not (count := uses.pop(item, 0)):
+                        return item
+                    if count > 1:
+                        uses[item] = count - 1
+                    main.renew(item, self._next_number())
+                    continue
+                item = small.oldest()
+                if item is None:
+                    return None
+            if uses.get(item, 0) < PROMOTED:
+                return item
+            del uses[item]
+            small.remove(item)
+            main.add(item, self._next_number())
+
+    def _remember(self, item: T, order: Order[T]) -> None:
+        """Of the small queue alone."""
+        self._uses.pop(item, None)
+        if order is self._small:
             self._ghosts[self._name_of(item)] = None
-            while len(self._ghosts) > self.capacity:
+            while len(self._ghosts) > max(1, self.capacity - self.small_target):
                 self._ghosts.popitem(last=False)
-        for queue in (self._small, self._main, self._pinned):
-            queue.pop(item, None)
 
-    def victims(self, n: int) -> list[T]:
-        """The oldest of the small queue while that is longer than its share, else of the main queue."""
-        chosen: list[T] = []
-        small, main = OrderedDict(self._small), OrderedDict(self._main)
-        while len(chosen) < n and (small or main):
-            if small and (len(small) >= max(1, SMALL * self.capacity) or not main):
-                item, uses = small.popitem(last=False)
-                if uses > 1:
-                    main[item] = 0
-                else:
-                    chosen.append(item)
-            else:
-                item, uses = main.popitem(last=False)
-                if uses:
-                    main[item] = uses - 1
-                else:
-                    chosen.append(item)
-        self._named = set(chosen)
-        return chosen
+    def _forget(self, item: T) -> None:
+        self._uses.pop(item, None)
 
-    def __len__(self) -> int:
-        return len(self._small) + len(self._main)
+    def _undo(self, item: T, order: Order[T]) -> None:
+        self._ghosts.pop(self._name_of(item), None)
