@@ -47,6 +47,13 @@ def _check_seconds(owner: object, least: float, *names: str) -> None:
             raise ConfigError(f"{name}={value!r} must be a number of seconds in {least}..86400")
 
 
+def _check_amount(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value) or value <= 0):
+            raise ConfigError(f"{name}={value!r} must be a positive number, or left out")
+
+
 def _check_choice(owner: object, name: str, allowed: tuple[str, ...]) -> None:
     value = getattr(owner, name)
     if not isinstance(value, str) or value not in allowed:  # an array's `in` answers with arrays
@@ -79,6 +86,12 @@ class StoreConfig:
     direct: str = "auto"  # O_DIRECT: auto (where it works) | on (or refuse to open) | off
     index_map_bytes: int | None = None  # cap of the index file; None: a share of the capacity
     open_timeout_s: float = 60.0  # how long an open waits for a process that has the root locked: it may be scanning it
+    # At most so much is written in any stretch of time, shared evenly by the processes that have the root open: bytes a
+    # second, or drive-writes-per-day. What goes beyond is dropped and counted. None: any amount.
+    write_bytes_per_s: float | None = None
+    write_dwpd: float | None = None
+    drive_bytes: int | None = None  # size of the drive for write_dwpd; None: as the system says of the one under root
+    write_burst_bytes: int | None = None  # what may be written at once after a pause; None: a minute's worth, see below
 
     def __post_init__(self) -> None:
         if not isinstance(self.root, str | Path) or not str(self.root):
@@ -105,7 +118,24 @@ class StoreConfig:
                     f"index_map_bytes={self.index_map_bytes} must be a multiple of {ALIGNMENT}, at most {_INDEX_MAX}"
                 )
         _check_seconds(self, 0.0, "open_timeout_s")
+        self._check_writes()
         self.check_room(0, 0)
+
+    def _check_writes(self) -> None:
+        _check_amount(self, "write_bytes_per_s", "write_dwpd")
+        for name in ("drive_bytes", "write_burst_bytes"):
+            if getattr(self, name) is not None:
+                _check_integers(self, 1, name)
+        if self.write_bytes_per_s is not None and self.write_dwpd is not None:
+            raise ConfigError(
+                f"write_bytes_per_s={self.write_bytes_per_s} and write_dwpd={self.write_dwpd}: give one of them"
+            )
+        if self.drive_bytes is not None and self.write_dwpd is None:
+            raise ConfigError(f"drive_bytes={self.drive_bytes} is for write_dwpd, which is left out")
+        if self.write_burst_bytes is not None and self.write_bytes_per_s is None and self.write_dwpd is None:
+            raise ConfigError(
+                f"write_burst_bytes={self.write_burst_bytes} is for a budget: give write_bytes_per_s or write_dwpd"
+            )
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
@@ -204,6 +234,12 @@ class EngineConfig:
     max_lost_threads: int = 8  # given-up threads that are replaced; past that the tier is off
     max_queued_store_chunks: int = 4096  # further stores are dropped and counted
     max_queued_load_chunks: int = 65536  # further loads are misses
+    # Further stores are dropped while those queued would take longer than this, as fast as the device took the last
+    # ones. None: max_queued_store_chunks alone bounds them.
+    max_queue_s: float | None = None
+    # A chunk is stored when its key is offered for the second time, as far as so many keys are remembered (and up to
+    # twice as many; 170 bytes each). 0: at the first.
+    second_touch_names: int = 0
     # A read; large enough for a drive, small enough for a cache while it is summed. At most CACHED_BYTES in memory.
     read_piece_bytes: int = 1 << 20
     # Host rows: straight (the drive reads and writes their own memory, where alignment and no deadline allow it) |
@@ -229,7 +265,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_integers(self, 1, "io_threads", "max_queued_store_chunks", "max_queued_load_chunks", "bays")
-        _check_integers(self, 0, "max_lost_threads", "breaker_failures")
+        _check_integers(self, 0, "max_lost_threads", "breaker_failures", "second_touch_names")
         _check_integers(self, 1, "breaker_probe_chunks")
         _check_integers(self, ALIGNMENT, "read_piece_bytes", "staging_bytes", "bay_bytes")
         _check_choice(self, "rows", ROW_MODES)
@@ -243,6 +279,8 @@ class EngineConfig:
             raise ConfigError(f"io_threads={self.io_threads} must be 1..1024")
         _check_seconds(self, 0.001, "io_timeout_s", "breaker_cooldown_s", "breaker_max_cooldown_s")
         _check_seconds(self, 0.0, "shutdown_timeout_s")
+        if self.max_queue_s is not None:
+            _check_seconds(self, 0.001, "max_queue_s")
         if self.breaker_max_cooldown_s < self.breaker_cooldown_s:
             raise ConfigError(
                 f"breaker_max_cooldown_s={self.breaker_max_cooldown_s} must not be less than "

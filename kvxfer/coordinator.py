@@ -79,7 +79,7 @@ class Coordinator:
         self._store, self._slot, self._ranks, self._stored = store, slot, ranks, stored
         self._tokens = namespace.tokens_per_chunk
         self._totals: dict[int, dict[str, int]] = {}  # by rank
-        self._intake = Intake(self.config, self._counters, clock)
+        self._intake = Intake(self.config, self._counters, clock, budget=store.write_budget)
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
         room = max(1, store.config.slab_budget[0] // slot.slot_bytes)
         most = max(1, min(self.config.max_queued_store_chunks, room // SHARE))
@@ -166,15 +166,17 @@ class Coordinator:
             if key not in absent and key not in self._writing and not self._store.contains(digest, key):
                 absent[key] = position
         job = PendingJob(self._next(), STORE, tuple(map(check_key, keys)), self._blocks(len(keys)))
-        wanted, dropped = self._admitted(list(absent.values()))
+        wanted, left_out = self._admitted(keys, list(absent.values()), owner or None)
+        paid = len(wanted)
         permit = self._intake.admit(STORE, len(wanted))
         wanted, held_back = wanted[: permit.chunks], wanted[permit.chunks :]
         slots = self._supply.take(len(wanted)) if wanted and usable else []
         wanted, lacking = wanted[: len(slots)], wanted[len(slots) :]
-        for positions, why in ((dropped, self._refusal), (held_back, Status.BREAKER), (lacking, Status.NO_SPACE)):
-            for position in positions:
-                job.fail(position, why)
-        missing = {*dropped, *held_back, *lacking, *wanted}
+        self._intake.unspent((paid - len(wanted)) * self._slot.slot_bytes)
+        left_out |= dict.fromkeys(held_back, Status.BREAKER) | dict.fromkeys(lacking, Status.NO_SPACE)
+        for position, why in left_out.items():
+            job.fail(position, why)
+        missing = {*left_out, *wanted}
         for position in range(len(keys)):
             if position not in missing:
                 job.arrive(position)
@@ -190,16 +192,21 @@ class Coordinator:
         self._open[ticket.number] = _Open(ticket, owner, job, wanted, permit, slots=slots)
         self._writing.update(chosen)
         self._queued[STORE] += len(chosen)
+        self._intake.weigh(job, len(chosen) * self._slot.slot_bytes)
         return chosen, ticket
 
-    @property
-    def _refusal(self) -> Status:
-        return Status.DROPPED if self._intake.enabled else Status.OFF
-
-    def _admitted(self, positions: list[int]) -> tuple[list[int], list[int]]:
-        """What the queue has room for, and the rest."""
-        room = max(0, self.config.max_queued_store_chunks - self._queued[STORE]) if self._intake.enabled else 0
-        return positions[:room], positions[room:]
+    def _admitted(
+        self, keys: Sequence[bytes], absent: list[int], owner: str | None
+    ) -> tuple[list[int], dict[int, Status]]:
+        """Positions of what the queue has room for and the intake lets pass, and why not of the others."""
+        refused = self._intake.verdict(STORE, 0, 0, owner)
+        if refused in (Status.OFF, Status.BACKLOG, Status.BUDGET):  # an open breaker is asked for permits, as it probes
+            return [], dict.fromkeys(absent, refused)
+        room = max(0, self.config.max_queued_store_chunks - self._queued[STORE])
+        absent, dropped = absent[:room], absent[room:]
+        wanted, left_out = self._intake.sift([keys[position] for position in absent], self._slot.slot_bytes, owner)
+        found = {absent[place]: why for place, why in left_out.items()} | dict.fromkeys(dropped, Status.DROPPED)
+        return [absent[place] for place in wanted], found
 
     def _next(self) -> int:
         self._number += 1
@@ -276,6 +283,8 @@ class Coordinator:
         for position in failed:
             self._quarantine_or_release(one.slots[position])
         self._intake.settle(STORE, one.permit, self._outcome(one))
+        self._intake.backlog.wrote(len(whole) * self._slot.slot_bytes)
+        self._intake.weigh(one.job, 0)
         mask = (1 << self._slot.blocks_per_chunk) - 1
         items = [(ticket.places[position].key, one.slots[position], mask) for position in whole]
 
@@ -379,8 +388,9 @@ class Coordinator:
         self._collect()
         stats = self._counters() | {"jobs_open": len(self._open)}
         limit = sum(totals.get("staging_limit", 0) for totals in self._totals.values())
-        read = engine_values(stats, self._queued, limit, self._intake.states(), self._intake.enabled)
-        return Metrics(self._observer.counted() | read, store_values(self._store.stats()), id(self._store))
+        read = engine_values(stats, self._queued, limit, self._intake)
+        store = store_values(self._store.stats())
+        return Metrics(self._observer.counted() | read, store, id(self._store), self._store.drives.values())
 
     def take_seconds(self) -> list[tuple[int, float]]:
         """Direction and time of the tickets that moved bytes and ended since the last call."""

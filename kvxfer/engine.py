@@ -9,29 +9,30 @@ exactly one TransferResult.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvxfer.admission import SecondTouch
 from kvxfer.config import EngineConfig
 from kvxfer.convert.pages import KVPages, slot_of
 from kvxfer.device.base import Device
 from kvxfer.device.choice import runner_over
-from kvxfer.errors import EngineClosed, IOFault, LayoutError, StoreError
+from kvxfer.errors import EngineClosed, LayoutError, StoreError
 from kvxfer.intake import Intake
-from kvxfer.jobs import LOAD, STORE, Status, check_process
+from kvxfer.jobs import LOAD, STORE, Runner, Status, check_process
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
 from kvxfer.reader import LoadReader
+from kvxfer.registration import Registration
 from kvxfer.report import engine_reporter
-from kvxfer.results import PendingJob, TransferResult, block_table, deadline_ns, refuse_repeated
+from kvxfer.results import PendingJob, TransferResult, block_table, check_blocks, deadline_ns
 from kvxfer.store import Store
 from kvxfer.writer import StoreWriter
 
@@ -56,7 +57,8 @@ class TransferEngine:
             checked.
         device: that has the pages; None: host memory, or where the pages say they are. What the calling thread's
             current stream had queued at a submit comes before the job touches its blocks.
-        clock: seconds, for the circuit breaker alone; tests give one of their own.
+        clock: seconds, for the circuit breakers and the measured speed; tests give one of their own.
+        second_touch: shared with other engines that may be offered the same chunks; None: one of its own, if any.
 
     It starts turned off where the environment says KVXFER_DISABLE=1.
 
@@ -78,20 +80,22 @@ class TransferEngine:
         live: bool = True,
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
+        second_touch: SecondTouch | None = None,
     ) -> None:
         slot = slot_of(namespace, pages)
         self.config = config or EngineConfig()
         self._store, self._root = store, str(store.config.root)
-        self._intake = Intake(self.config, lambda: self._runner.stats(), clock, lambda: self._runner.refusal)
+        self._runner: Runner
+        stats, refusal = (lambda: self._runner.stats()), (lambda: self._runner.refusal)
+        self._intake = Intake(self.config, stats, clock, refusal, store.write_budget, second_touch)
         held = set(itertools.chain.from_iterable(p.mapping.segments for p in pages))
         self._holds_all = len(held) == slot.num_segments
         self._pages = tuple(pages)  # keeps the memory under the handles
         self._blocks = min(p.num_blocks for p in pages)
         self._blocks_per_chunk = slot.blocks_per_chunk
         self._tokens_per_chunk = namespace.tokens_per_chunk
-        self._namespace, self._slot = namespace, slot
-        self._epoch = store.weight_epoch  # before the digest: one raised in between is seen by `_renew`
-        self.digest = store.register(namespace, slot)
+        self._slot, self._registration = slot, Registration(store, namespace, slot)
+        self.digest = self._registration.digest
         self._pid = os.getpid()
         self._runner, self._staging_limit = runner_over(self.config, slot, pages, device, store.config.root)
         parts = [self._runner.part(p, live) for p in pages]
@@ -111,10 +115,12 @@ class TransferEngine:
         self._queue: deque[PendingJob] = deque()  # stores that theirs has not seen
         self._touched: deque[tuple[bytes, tuple[bytes, ...]]] = deque(maxlen=TOUCHES)  # the same; needs no lock
         self._queued_chunks = {STORE: 0, LOAD: 0}
-        self._dropped_chunks = {STORE: 0, LOAD: 0}
         self._closing = False
         self._stopped = threading.Event()
-        self._threads = [_started("kvxfer-loads", self._serve_loads), _started("kvxfer-stores", self._serve_stores)]
+        serving = (("kvxfer-loads", self._serve_loads), ("kvxfer-stores", self._serve_stores))
+        self._threads = [threading.Thread(target=serve, name=name, daemon=True) for name, serve in serving]
+        for thread in self._threads:
+            thread.start()
 
     # ---- the caller's side -------------------------------------------------------------------------------------
 
@@ -140,7 +146,7 @@ class TransferEngine:
 
     @property
     def takes_stores(self) -> bool:
-        """Whether a store would be queued now: it is turned on, its breaker not open, the queue not full."""
+        """Whether a store would be queued: it is turned on, its breaker not open, the queue neither full nor slow."""
         return self._queued_chunks[STORE] < self.config.max_queued_store_chunks and self._intake.refusal(STORE) is None
 
     @property
@@ -148,16 +154,32 @@ class TransferEngine:
         """Whether a chunk of a load would be tried now: it is turned on, and its breaker lets one pass."""
         return self._intake.room(1) > 0
 
-    def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, *, begin: bool = True) -> None:
+    @property
+    def affords(self) -> float:
+        """How many chunks the store's write budget holds now; infinity where there is none."""
+        return self._intake.affords(self._slot.slot_bytes)
+
+    def submit_store(
+        self,
+        job_id: int,
+        keys: Sequence[bytes],
+        block_ids: ArrayLike,
+        *,
+        chain: Hashable = None,
+        begin: bool = True,
+    ) -> None:
         """Queue a store. Returns at once; `wait_gathered` says when the blocks may be reused.
 
         Args:
             job_id: the caller's; not that of another job whose result was not taken yet.
             keys: OffloadKeys in prefix order.
             block_ids: [len(keys)] or [len(keys), blocks_per_chunk]; -1 for a block that the chunk lacks.
+            chain: what the chunks belong to, such as a request. Once the write budget or max_queue_s has cut it, its
+                later stores are dropped too: they would be behind a gap.
             begin: False: it may wait for `begin` (WATCH_S at most), so that no other submit is held up by its work.
 
-        A store that finds the queue full, the engine turned off or the breaker open is dropped: its result says so.
+        A store that finds the queue full or too slow, the engine turned off or the breaker open is dropped: its result
+        says so.
 
         Raises:
             LayoutError: ids out of range or of another shape, or the ranks here do not hold every segment.
@@ -167,7 +189,7 @@ class TransferEngine:
             raise LayoutError(
                 "the ranks of this engine do not hold every segment of a slot, so that it cannot complete a chunk"
             )
-        if self._accept(job_id, keys, block_ids, STORE) and begin:
+        if self._accept(job_id, keys, block_ids, STORE, 0, chain) and begin:
             self._runner.wake(STORE)
 
     def begin(self) -> None:
@@ -206,7 +228,7 @@ class TransferEngine:
             EngineClosed, ForkError
         """
         closes_ns = deadline_ns(deadline, recompute_tokens_per_s, len(keys) * self._tokens_per_chunk)
-        if self._accept(job_id, keys, block_ids, LOAD, closes_ns) and begin:
+        if self._accept(job_id, keys, block_ids, LOAD, closes_ns, None) and begin:
             self._runner.wake(LOAD)
 
     @property
@@ -324,10 +346,7 @@ class TransferEngine:
         return left
 
     def turn_off(self) -> None:
-        """From now on lookups answer 0, loads are answered as misses and stores are dropped, each with Status.OFF.
-
-        Jobs accepted before end as they would have.
-        """
+        """From now on lookups answer 0, loads are misses, stores are dropped (Status.OFF); accepted jobs end."""
         self._intake.turn(False)
 
     def turn_on(self) -> None:
@@ -352,19 +371,19 @@ class TransferEngine:
 
     def metrics(self) -> Metrics:
         """Every series (kvxfer/observe.py) as it is now; `render_metrics` makes text of it. Never blocks."""
-        stats, store, breakers = self.stats(), store_values(self._store.stats()), self._intake.states()
+        stats, store = self.stats(), store_values(self._store.stats())
         with self._lock:
             counted, queued = self._observer.counted(), dict(self._queued_chunks)
-        read = engine_values(stats, queued, self._staging_limit, breakers, self.enabled)
-        return Metrics(counted | read, store, id(self._store))
+        read = engine_values(stats, queued, self._staging_limit, self._intake)
+        return Metrics(counted | read, store, id(self._store), self._store.drives.values())
 
     def stats(self) -> dict[str, int]:
         """Counters of the runner (kvx_stats; of a device, too) and of the engine, by name."""
         check_process(self._pid, "engine")
         with self._lock:
             mine = {
-                "stores_dropped": self._dropped_chunks[STORE],
-                "loads_dropped": self._dropped_chunks[LOAD],
+                "stores_dropped": self._intake.dropped[STORE],
+                "loads_dropped": self._intake.dropped[LOAD],
                 "jobs_open": len(self._open),
             }
         return self._runner.stats() | mine
@@ -387,35 +406,31 @@ class TransferEngine:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _accept(
-        self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int, closes_ns: int = 0
+        self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, direction: int, closes_ns: int, chain: Hashable
     ) -> bool:
         """Check a job and queue it for its thread. False where nothing of it may pass: it has ended already."""
         check_process(self._pid, "engine")
         ids = self.block_table(len(keys), block_ids)
-        if direction == LOAD:
-            refuse_repeated(ids)
-            if not all(pages.writable for pages in self._pages):
-                raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
-        elif ids.size and ids.min() < 0 and (empty := (ids < 0).all(axis=1)).any():
-            raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
-        job = PendingJob(job_id, direction, tuple(map(check_key, keys)), ids, self._runner.mark())
-        limit = self.config.max_queued_load_chunks if direction == LOAD else self.config.max_queued_store_chunks
+        check_blocks(direction, ids, all(pages.writable for pages in self._pages))
+        job = PendingJob(job_id, direction, tuple(map(check_key, keys)), ids, self._runner.mark(), chain)
         with self._lock:
             if self._closing:
                 raise EngineClosed("the engine was shut down")
             if job_id in self._open or job_id in self._results:
                 raise LayoutError(f"job {job_id} is still open or its result was not taken")
             self._open[job_id] = job
-            dropped = self._queued_chunks[direction] + len(keys) > limit
+            refused = self._intake.verdict(direction, self._queued_chunks[direction], len(keys), chain)
             self._queued_chunks[direction] += len(keys)
-            self._dropped_chunks[direction] += len(keys) if dropped else 0
-            refused = Status.DROPPED if dropped else self._intake.refusal(direction)
             if keys and not refused:
                 if direction == LOAD:
                     self._arrivals.append((job, closes_ns))
                 else:
+                    self._intake.weigh(job, len(keys) * self._slot.slot_bytes)
                     self._queue.append(job)
                 return True
+        if refused in (Status.BACKLOG, Status.BUDGET):
+            with suppress(StoreError):  # that was closed
+                self._writer.answer_present(job)
         job.fail_rest(refused or Status.DROPPED)
         self._publish(job)
         return False
@@ -427,6 +442,7 @@ class TransferEngine:
             if self._open.get(job.job_id) is not job:
                 return  # a shutdown did not wait for it
             self._queued_chunks[job.direction] -= len(job.keys)
+            self._intake.weigh(job, 0)
             del self._open[job.job_id]
             self._observer.settle(job, result)
             self._results[job.job_id] = result
@@ -457,17 +473,6 @@ class TransferEngine:
         with self._lock:
             return self._arrivals.popleft() if self._arrivals else None
 
-    def _renew(self) -> None:
-        """Goes on in the namespace of a weight epoch that was raised, by whatever process."""
-        epoch = self._store.weight_epoch
-        if epoch == self._epoch:
-            return
-        with suppress(StoreError, IOFault):  # the next turn tries again: until then all is a miss
-            self.digest = self._writer.digest = self._store.register(self._namespace, self._slot)
-            self._epoch = epoch
-            message = f"weight epoch {epoch}: everything stored before is a miss"
-            engine_reporter.warn("epoch", message, level=logging.INFO, epoch=epoch)
-
     def _serve_stores(self) -> None:
         """The stores' thread: everything that may touch the disk or the index on behalf of a caller."""
         while True:
@@ -477,7 +482,8 @@ class TransferEngine:
                 self._queue.clear()
             try:
                 self._writer.settle()
-                self._renew()
+                if self._registration.renew():
+                    self.digest = self._writer.digest = self._registration.digest
                 while self._touched:
                     self._store.touch(*self._touched.popleft())
             except Exception as exc:  # a defect: the thread must go on, or no store would ever end again
@@ -491,9 +497,3 @@ class TransferEngine:
             with self._lock:
                 if closing and not self._queue and not self._open and not self._writer.waits_for_writes:
                     return
-
-
-def _started(name: str, serve: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=serve, name=name, daemon=True)
-    thread.start()
-    return thread

@@ -1,27 +1,38 @@
-"""What an engine lets through to the storage: its switch, and a circuit breaker each for loads and for stores.
+"""What an engine lets through to the storage: its switch, a breaker each for loads and stores, what is worth a write.
 
 Two breakers, because a disk that is full, or that went read-only, still answers loads. A failure is a chunk whose call
 gave an errno (ENOSPC from a write included), that no thread was left for, or whose call never returned. Damage, misses,
 deadlines, cancellations and a store that has no slot to give are none: the device answered, or was not asked.
+
+Of a store, what is there already drops out first and costs nothing. Of the rest, in prefix order: what was not offered
+before (`second_touch_names`), then what the write budget does not hold; each cuts a chain, since chunks behind one that
+is not there are of no use. Nothing is kept to be tried again: what was left out is written when a server offers it
+again. Stores that come while the queue is too long (`max_queue_s`) are refused at submit, as a whole.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
+from kvxfer.admission import Backlog, SecondTouch, WriteBudget
 from kvxfer.breaker import Breaker, BreakerState, Permit
 from kvxfer.config import EngineConfig
 from kvxfer.errors import ConfigError
 from kvxfer.jobs import LOAD, STORE, JobOutcome, Status
+from kvxfer.keys import group_of
 from kvxfer.observe import DIRECTIONS
 from kvxfer.report import engine_reporter
+from kvxfer.results import PendingJob
 
 DISABLE = "KVXFER_DISABLE"  # 1: engines start turned off
+CHAINS = 4096  # that were cut, and are remembered
 
 
 class Intake:
@@ -33,12 +44,16 @@ class Intake:
         stats: Callable[[], Mapping[str, int]],
         clock: Callable[[], float] = time.monotonic,
         refusal: Callable[[], Status | None] = lambda: None,
+        budget: WriteBudget | None = None,
+        second_touch: SecondTouch | None = None,
     ) -> None:
         """
         Args:
             stats: of the runner, for calls that never return.
             clock: seconds.
             refusal: why the runner would try nothing.
+            budget: of the store.
+            second_touch: shared with others that may store the same chunks; None: one of its own, if it is to have one.
 
         Raises:
             ConfigError: KVXFER_DISABLE is neither 0 nor 1.
@@ -57,6 +72,14 @@ class Intake:
             for direction in DIRECTIONS
         }
         self._lost = {LOAD: 0, STORE: 0}  # calls, as far as the breakers know
+        self.backlog, self._max_queue_s = Backlog(clock), config.max_queue_s
+        self.dropped = {LOAD: 0, STORE: 0}  # chunks that found the queue full
+        self._most = {LOAD: config.max_queued_load_chunks, STORE: config.max_queued_store_chunks}
+        self._budget = budget
+        if second_touch is None and config.second_touch_names:
+            second_touch = SecondTouch(config.second_touch_names)
+        self._second_touch = second_touch
+        self._cut: OrderedDict[Hashable, Status] = OrderedDict()  # chains of which something was left out, and why
         if not self._enabled:
             engine_reporter.warn("switch", f"{DISABLE} is set: this engine starts turned off")
 
@@ -76,7 +99,79 @@ class Intake:
         if (refused := self._refusal()) is not None:
             return refused
         with self._lock:
-            return Status.BREAKER if self._breakers[direction].state() is BreakerState.OPEN else None
+            if self._breakers[direction].state() is BreakerState.OPEN:
+                return Status.BREAKER
+        behind = direction == STORE and self._max_queue_s is not None and self.backlog.seconds() > self._max_queue_s
+        return Status.BACKLOG if behind else None
+
+    def verdict(self, direction: int, queued: int, chunks: int, chain: Hashable = None) -> Status | None:
+        """Why a job of `chunks` chunks is refused as a whole, beside `queued` others; None: it is queued. One thread's
+        at a time.
+
+        Args:
+            chain: what its chunks belong to, such as a request; None: not known. Where the budget or the backlog cut a
+                chain, the chunks that follow are refused too: they would be of no use, and cost no more than this.
+        """
+        if chain is not None and (cut := self._cut.get(chain)) is not None:
+            return cut
+        if queued + chunks > self._most[direction]:
+            self.dropped[direction] += chunks
+            return Status.DROPPED
+        if (refused := self.refusal(direction)) is Status.BACKLOG:
+            self._remember(chain, refused)
+        return refused
+
+    def sift(
+        self, keys: Sequence[bytes], slot_bytes: int, chain: Hashable = None
+    ) -> tuple[list[int], dict[int, Status]]:
+        """Which chunks of a store to write, by their place in it, and why the others not. Takes their bytes of the
+        budget; what is not written after all must come back to `unspent`.
+
+        Args:
+            keys: of those that are not there, in prefix order (of each group).
+            slot_bytes: what each of them takes.
+            chain: as for `verdict`.
+        """
+        wanted, refused = list(range(len(keys))), dict[int, Status]()
+        if self._second_touch is not None:
+            wanted, cut = [], set[bytes]()
+            for place, key in enumerate(keys):
+                if not self._second_touch.offer(key):  # all are offered, also behind the cut
+                    cut.add(group_of(key))
+                if group_of(key) in cut:
+                    refused[place] = Status.NOT_ADMITTED
+                else:
+                    wanted.append(place)
+        if self._budget is None or not wanted:
+            return wanted, refused
+        paid = self._budget.take_some(slot_bytes, len(wanted))
+        if paid < len(wanted):
+            refused |= dict.fromkeys(wanted[paid:], Status.BUDGET)
+            self._remember(chain, Status.BUDGET)
+        return wanted[:paid], refused
+
+    def weigh(self, job: PendingJob, nbytes: int) -> None:
+        """A queued store may write so many bytes, instead of what it was before."""
+        if nbytes != job.queued_bytes:
+            self.backlog.add(nbytes - job.queued_bytes)
+            job.queued_bytes = nbytes
+
+    def unspent(self, nbytes: int) -> None:
+        """Of what `sift` took of the budget, bytes that nobody is going to write."""
+        if self._budget is not None and nbytes:
+            self._budget.give_back(nbytes)
+
+    def affords(self, slot_bytes: int) -> float:
+        """How many slots the budget holds now; infinity where there is none."""
+        return math.inf if self._budget is None else self._budget.available() // slot_bytes
+
+    def _remember(self, chain: Hashable, why: Status) -> None:
+        if chain is None:
+            return
+        with self._lock:
+            self._cut[chain] = why
+            while len(self._cut) > CHAINS:
+                self._cut.popitem(last=False)
 
     def room(self, chunks: int) -> int:
         """How many of the first `chunks` chunks a load would be let try."""

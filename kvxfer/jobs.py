@@ -67,6 +67,14 @@ class Status(IntEnum):
     BREAKER = 69  # the circuit breaker is open
     BUSY = 70  # another store is writing the chunk with fewer blocks
     DEVICE = 71  # the device that has the pages was lost
+    NOT_ADMITTED = 72  # the key was not offered before
+    BUDGET = 73  # the write budget is used up
+    BACKLOG = 74  # what is queued would take too long already
+
+    @property
+    def is_policy(self) -> bool:
+        """Left out because that is what was asked for: nothing failed."""
+        return self in (Status.NOT_ADMITTED, Status.BUDGET)
 
     @property
     def is_damage(self) -> bool:
@@ -92,6 +100,9 @@ _MEANING = {
     Status.BREAKER: "the storage kept failing and is left alone for a while",
     Status.BUSY: "another store is writing fewer of the chunk's blocks",
     Status.DEVICE: "the device failed",
+    Status.NOT_ADMITTED: "offered for the first time",
+    Status.BUDGET: "the write budget is used up",
+    Status.BACKLOG: "the queue would take longer than max_queue_s",
 }
 
 

@@ -39,6 +39,11 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     return check_key(bytes(block_hash) + group_idx.to_bytes(_GROUP_BYTES, "big"))
 
 
+def group_of(key: bytes) -> bytes:
+    """What `make_offload_key` put last: keys of one chain are of one group."""
+    return key[-_GROUP_BYTES:]
+
+
 def check_key(key: bytes) -> OffloadKey:
     """`key`, if it can be one.
 

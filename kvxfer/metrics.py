@@ -137,6 +137,7 @@ def expose(table: Sequence[Series], values: Values) -> str:
 def _line(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
     inside = ",".join(f'{label}="{_escape(text, quoted=True)}"' for label, text in labels)
     number = repr(float(value)) if isinstance(value, float) else str(int(value))
+    number = number.replace("inf", "+Inf")  # as the format has it
     return f"{name}{{{inside}}} {number}" if inside else f"{name} {number}"
 
 

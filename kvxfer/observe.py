@@ -11,13 +11,14 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvxfer.breaker import BreakerState
 from kvxfer.device.host_carrier import ENGINES as COPY_ENGINES
+from kvxfer.drive_writes import DRIVE_WRITTEN
 from kvxfer.io.ladder import REASONS, RUNGS
 from kvxfer.jobs import LOAD, NS, STORE, ChunkError, Status
 from kvxfer.metrics import Kind, Series, Tally, Value, Values, add_up, expose
@@ -27,6 +28,7 @@ from kvxfer.store import StoreStats
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
 
 if TYPE_CHECKING:
+    from kvxfer.intake import Intake
     from kvxfer.nvml import GpuMonitor
 
 DIRECTIONS = {LOAD: "load", STORE: "store"}
@@ -73,7 +75,8 @@ COUNTED = (
     _counter(
         "kvxfer_store_chunks_total",
         "Chunks of stores by outcome; stored: written for this job; present: there already, or another job's. "
-        "Dropped: dropped (queue full), no_space, off, breaker, index, busy.",
+        "Left out: not_admitted (first offer), budget (of writes), backlog (max_queue_s), dropped (queue full), "
+        "no_space, off, breaker, index, busy.",
         "chunks",
         outcome=_STORE_OUTCOMES,
     ),
@@ -125,6 +128,9 @@ READ = (
     _counter("kvxfer_late_returns_total", "Such calls that have returned since.", "calls"),
     _counter("kvxfer_breaker_opened_total", "Times that the circuit breaker opened.", "times", direction=_BOTH),
     _gauge("kvxfer_queued_chunks", "Chunks of jobs that have no result yet.", "chunks", direction=_BOTH),
+    _gauge(
+        "kvxfer_store_queue_seconds", "How long the stores that are queued will take, as fast as of late.", "seconds"
+    ),
     _gauge("kvxfer_open_jobs", "Jobs that have no result yet.", "jobs"),
     _gauge(
         "kvxfer_io_rung",
@@ -182,6 +188,14 @@ _STORE_FIELDS = {
     "processes": _gauge("kvxfer_processes", "Processes that have the root open.", "processes"),
     "foreign_slots": _gauge("kvxfer_foreign_slots", "Slots that other processes are writing.", "slots"),
     "weight_epoch": _gauge("kvxfer_weight_epoch", "The root's weight epoch."),
+    "write_budget_bytes_per_s": _gauge(
+        "kvxfer_write_budget_bytes_per_s",
+        "What may be written a second, by all processes of the root together; infinity: there is no budget. What is "
+        "written: kvxfer_device_written_bytes_total.",
+    ),
+    "write_budget_left_bytes": _gauge(
+        "kvxfer_write_budget_left_bytes", "Of it, what this process may write at once; infinity: no budget.", "bytes"
+    ),
     "commits": _counter("kvxfer_committed_chunks_total", "Chunks that were published.", "chunks"),
     "replacements": _counter(
         "kvxfer_replaced_chunks_total", "Of these, those that took the place of one with fewer blocks.", "chunks"
@@ -233,6 +247,7 @@ class Metrics:
     engine: Values
     store: Values
     store_id: int  # the same for engines that share a store
+    drives: Values = field(default_factory=dict)  # of DRIVE_WRITTEN; empty: not known
 
     def value(self, name: str, **labels: str) -> float:
         """A counter or gauge; a histogram's number of observations. KeyError where there is no such series."""
@@ -248,11 +263,13 @@ def render_metrics(*metrics: Metrics, gpus: GpuMonitor | None = None) -> str:
     """What engines of this process tell, in the text format of Prometheus, and the last that `gpus` has seen.
 
     Engines add up, gauges too: `kvxfer_breaker_state` says how many of them have their breaker in a state. A store that
-    several of them share counts once, as the last of them saw it.
+    several of them share counts once, as the last of them saw it, and so does a drive.
     """
     values = add_up(each.engine for each in metrics)
     values |= add_up({each.store_id: each.store for each in metrics}.values())
-    return (expose(SERIES, values) if metrics else "") + ("" if gpus is None else gpus.render())
+    drives = {key: value for each in metrics for key, value in each.drives.items()}
+    known = replace(DRIVE_WRITTEN, labels=(("drive", tuple(sorted(drive for _, (drive,) in drives))),))
+    return (expose((*SERIES, known), values | drives) if metrics else "") + ("" if gpus is None else gpus.render())
 
 
 class Observer:
@@ -315,8 +332,7 @@ def engine_values(
     stats: Mapping[str, int],
     queued_chunks: Mapping[int, int],
     staging_limit: int,
-    breakers: Mapping[int, tuple[BreakerState, int]],
-    enabled: bool,
+    intake: Intake,
 ) -> dict[tuple[str, tuple[str, ...]], Value]:
     """The values of READ.
 
@@ -324,8 +340,8 @@ def engine_values(
         stats: TransferEngine.stats().
         queued_chunks: by direction.
         staging_limit: bytes.
-        breakers: by direction, the state and how often it opened.
     """
+    breakers = intake.states()
     values: dict[tuple[str, tuple[str, ...]], Value] = {
         ("kvxfer_device_read_bytes_total", ()): stats["bytes_read"],
         ("kvxfer_device_written_bytes_total", ()): stats["bytes_written"],
@@ -343,7 +359,8 @@ def engine_values(
         ("kvxfer_staging_peak_bytes", ()): stats["staging_peak_bytes"],
         ("kvxfer_staging_limit_bytes", ()): staging_limit,
         ("kvxfer_leaked_staging_bytes", ()): stats["leaked_bytes"],
-        ("kvxfer_switched_off", ()): int(not enabled),
+        ("kvxfer_switched_off", ()): int(not intake.enabled),
+        ("kvxfer_store_queue_seconds", ()): float(intake.backlog.seconds()),
         ("kvxfer_bays", ()): stats.get("device_bays", 0),  # of a runner over a device
         ("kvxfer_bay_bytes", ()): stats.get("device_bays_bytes", 0),
         ("kvxfer_held_bays", ()): stats.get("device_held_bays", 0),
@@ -368,10 +385,10 @@ def engine_values(
 def store_values(stats: StoreStats) -> dict[tuple[str, tuple[str, ...]], Value]:
     """The values of STORE_SERIES."""
     values: dict[tuple[str, tuple[str, ...]], Value] = {
-        (series.name, ()): getattr(stats, field) for field, series in _STORE_FIELDS.items()
+        (series.name, ()): getattr(stats, name) for name, series in _STORE_FIELDS.items()
     }
-    for field, (series, reasons) in _STORE_REASONS.items():
-        values |= {(series.name, (reason,)): getattr(stats, field).get(reason, 0) for reason in reasons}
+    for name, (series, reasons) in _STORE_REASONS.items():
+        values |= {(series.name, (reason,)): getattr(stats, name).get(reason, 0) for reason in reasons}
     return values
 
 

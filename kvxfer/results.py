@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.bitmap import CompletionBitmap
 from kvxfer.errors import ConfigError, LayoutError
-from kvxfer.jobs import ChunkError, JobOutcome, Status, nanoseconds
+from kvxfer.jobs import LOAD, ChunkError, JobOutcome, Status, nanoseconds
 
 _FEW = 4096  # block ids
 
@@ -42,6 +42,8 @@ class PendingJob:
     keys: Sequence[bytes]
     block_ids: NDArray[np.int64]  # [num_keys, blocks_per_chunk]
     after: Any = None  # what its runner's `mark` gave when it was accepted
+    chain: Hashable = None  # of a store: what its chunks belong to
+    queued_bytes: int = 0  # of a store: what it may still write
     started: float = field(default_factory=time.monotonic)
     native_ids: list[int] = field(default_factory=list)  # what was handed to the runner for it
     planned: threading.Event = field(default_factory=threading.Event)  # `native_ids` is complete
@@ -128,6 +130,17 @@ def block_table(block_ids: ArrayLike, num_keys: int, blocks_per_chunk: int, num_
         wrong = ids[(ids < -1) | (ids >= num_blocks)].tolist()
         raise LayoutError(f"block id {wrong[0]} must be in 0..{num_blocks - 1}, or -1 for an absent block")
     return ids
+
+
+def check_blocks(direction: int, block_ids: NDArray[np.int64], writable: bool) -> None:
+    """Raises LayoutError for a load of one block twice, or into pages that are not writable, and for a store of a chunk
+    without any block."""
+    if direction == LOAD:
+        refuse_repeated(block_ids)
+        if not writable:
+            raise LayoutError("a tensor of these pages is read-only: nothing can be loaded into it")
+    elif block_ids.size and block_ids.min() < 0 and (empty := (block_ids < 0).all(axis=1)).any():
+        raise LayoutError(f"chunk {int(empty.argmax())} of the store has no block at all")
 
 
 def refuse_repeated(block_ids: NDArray[np.int64]) -> None:

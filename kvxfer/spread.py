@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,7 +48,8 @@ class SpreadEngine:
     a load's to the one that has it. What there is of TransferEngine's calls has its arguments, errors and results.
 
     Args:
-        engines: at least one; `shutdown` ends them, their stores stay the caller's.
+        engines: at least one; `shutdown` ends them, their stores stay the caller's. With `second_touch_names` they
+            share one `second_touch`: a chunk is not always offered to the same one.
         weights: how much each is to get beside the others, such as its capacity in bytes.
 
     Raises:
@@ -99,10 +100,18 @@ class SpreadEngine:
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 
-    def submit_store(self, job_id: int, keys: Sequence[bytes], block_ids: ArrayLike, *, begin: bool = True) -> None:
+    def submit_store(
+        self,
+        job_id: int,
+        keys: Sequence[bytes],
+        block_ids: ArrayLike,
+        *,
+        chain: Hashable = None,
+        begin: bool = True,
+    ) -> None:
         """As TransferEngine.submit_store."""
         ids = self._engines[0].block_table(len(keys), block_ids)
-        self._submit(job_id, keys, ids, partial(TransferEngine.submit_store, begin=begin), store=True)
+        self._submit(job_id, keys, ids, partial(TransferEngine.submit_store, chain=chain, begin=begin), store=True)
 
     def submit_load(
         self,
@@ -128,8 +137,13 @@ class SpreadEngine:
         having = [number for number, engine in enumerate(self._engines) if engine.contains(key)]
         return next((number for number in having if self._engines[number].answers_loads), (having or [0])[0])
 
-    def _place(self, key: bytes, job: _Job) -> int:
-        """Which engine is to store the key. (One that has it and answers no load would keep it from everybody.)"""
+    def _place(self, key: bytes, job: _Job, affords: list[float]) -> int:
+        """Which engine is to store the key. (One that has it and answers no load would keep it from everybody.)
+
+        Args:
+            affords: chunks that each one's write budget still holds: as long as one holds any, it goes there, so that
+                what a short budget keeps of a chain is its head.
+        """
         having = [number for number, engine in enumerate(self._engines) if engine.contains(key)]
         for number in having:
             if self._engines[number].answers_loads:
@@ -139,11 +153,13 @@ class SpreadEngine:
             return under_way
         others = [number for number in range(len(self._engines)) if number not in having]
         choice = [number for number in others if self._engines[number].takes_stores]
+        choice = [number for number in choice if affords[number] >= 1] or choice
         if not choice and having:
             return having[0]
         number = min(choice or others, key=lambda n: max(self._turns[n], self._turn))
         self._turn = max(self._turns[number], self._turn)
         self._turns[number] = self._turn + 1 / self._weights[number]
+        affords[number] -= 1
         self._under_way[key] = number
         job.placed.append(key)
         return number
@@ -162,7 +178,8 @@ class SpreadEngine:
         with self._lock:
             if job_id in self._jobs:
                 raise LayoutError(f"job {job_id} is still open")
-            homes = [self._place(key, job) if store else self._home(key) for key in keys]
+            affords = [engine.affords for engine in self._engines]
+            homes = [self._place(key, job, affords) if store else self._home(key) for key in keys]
             where = np.asarray(homes, np.int64)
             numbers = list(dict.fromkeys(homes)) or [0]
             parts = {number: np.flatnonzero(where == number) for number in numbers}
@@ -241,7 +258,8 @@ class SpreadEngine:
     def metrics(self) -> Metrics:
         """The sums: gauges too, so that `kvxfer_breaker_state` says how many drives are in a state."""
         each = [engine.metrics() for engine in self._engines]
-        return Metrics(add_up(one.engine for one in each), add_up(one.store for one in each), id(self))
+        drives = {key: value for one in each for key, value in one.drives.items()}
+        return Metrics(add_up(one.engine for one in each), add_up(one.store for one in each), id(self), drives)
 
     def shutdown(self, timeout: float | None = None) -> int:
         """As TransferEngine.shutdown, of all at once."""

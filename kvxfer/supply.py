@@ -6,7 +6,6 @@ ahead of what is asked for, publishes what was written, and goes on in the names
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kvxfer.errors import IOFault, StoreError
 from kvxfer.keys import Namespace
+from kvxfer.registration import Registration
 from kvxfer.report import engine_reporter
 from kvxfer.slot import SlotLayout
 from kvxfer.store import Reservation, Store
@@ -36,9 +36,8 @@ class SlotSupply:
     """
 
     def __init__(self, store: Store, namespace: Namespace, slot: SlotLayout, *, least: int, most: int) -> None:
-        self._store, self._namespace, self._slot = store, namespace, slot
-        self._epoch = store.weight_epoch  # before the digest: one raised in between is seen by `_renew`
-        self.digest = store.register(namespace, slot)
+        self._store, self._slot = store, slot
+        self._registration = Registration(store, namespace, slot)
         self._least, self._most = min(least, most), most
         self._target = self._least
         self._work = threading.Condition()
@@ -51,6 +50,11 @@ class SlotSupply:
         self._refill()  # while starting, a caller may wait: the first store finds slots
         self._thread = threading.Thread(target=self._serve, name="kvxfer-supply", daemon=True)
         self._thread.start()
+
+    @property
+    def digest(self) -> bytes:
+        """Of the namespace that tickets which start now are about."""
+        return self._registration.digest
 
     def take(self, n: int) -> list[Reservation]:
         """Up to n slots; fewer where there are no more at hand, and then more will be another time."""
@@ -124,7 +128,7 @@ class SlotSupply:
                 self._raise_epoch()
                 if stop:
                     return
-                self._renew()
+                self._registration.renew()
                 self._refill()
                 self._shrink()
             except Exception as exc:  # a defect, or a store that was closed: the thread must go on, or nothing commits
@@ -164,23 +168,10 @@ class SlotSupply:
             if self._store.weight_epoch == before:
                 self._raise_at = time.monotonic() + WATCH_S
                 return
-        self._renew()
+        self._registration.renew()
         with self._work:
             self._outdated = False
             self._work.notify_all()
-
-    def _renew(self) -> None:
-        """Goes on in the namespace of a weight epoch that was raised, by whatever process."""
-        epoch = self._store.weight_epoch
-        if epoch == self._epoch:
-            return
-        try:
-            self.digest = self._store.register(self._namespace, self._slot)
-        except (StoreError, IOFault):  # the next turn tries again: until then all is a miss
-            return
-        self._epoch = epoch
-        message = f"weight epoch {epoch}: everything stored before is a miss"
-        engine_reporter.warn("epoch", message, level=logging.INFO, epoch=epoch)
 
     def _refill(self) -> None:
         """Reserves what is lacking."""

@@ -70,6 +70,12 @@ def drive_of(path: Path, sysfs: Path = SYSFS, device: tuple[int, int] | None = N
     Args:
         sysfs, device: for tests: another tree; the major and minor number instead of the path's.
     """
+    disks, why = disks_under(path, sysfs, device)
+    return Drive(why=why) if why else _described(disks)
+
+
+def disks_under(path: Path, sysfs: Path, device: tuple[int, int] | None) -> tuple[list[Path], str]:
+    """Where sysfs has the disks that `drive_of` names; or none, and why."""
     try:
         if device is None:
             number = os.stat(path).st_dev
@@ -77,12 +83,11 @@ def drive_of(path: Path, sysfs: Path = SYSFS, device: tuple[int, int] | None = N
         major, minor = device
         node = sysfs / "dev" / "block" / f"{major}:{minor}"
         if not node.exists():
-            return Drive(why=f"no drive under it: {major}:{minor} is no block device (a file system of memory, a "
-                             "network's, or one of several devices)")  # fmt: skip
-        disks = sorted(set(_disks(node.resolve())))
+            return [], (f"no drive under it: {major}:{minor} is no block device (a file system of memory, a "
+                        "network's, or one of several devices)")  # fmt: skip
+        return sorted(set(_disks(node.resolve()))), ""
     except (OSError, ValueError) as exc:
-        return Drive(why=f"the drive cannot be found: {exc}")
-    return _described(disks)
+        return [], f"the drive cannot be found: {exc}"
 
 
 def _disks(node: Path) -> Iterator[Path]:

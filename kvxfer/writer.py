@@ -46,7 +46,7 @@ class _Flight:
 
 
 class StoreWriter:
-    """Drops what is present, reserves, submits, commits, and calls `finished` once for every planned job."""
+    """Drops what is present or not let in, reserves, submits, commits, calls `finished` once for every planned job."""
 
     def __init__(
         self,
@@ -100,10 +100,20 @@ class StoreWriter:
                 job.fail(i, Status.BUSY)  # fewer of its blocks are on their way just now
             else:
                 write.waiters.append((job, i))
-        for start in range(0, len(todo), self._batch):
-            self._submit(job, todo[start : start + self._batch], masks)
+        wanted, refused = self._intake.sift([job.keys[i] for i in todo], self._slot.slot_bytes, job.chain)
+        self._intake.weigh(job, len(wanted) * self._slot.slot_bytes)
+        for start in range(0, len(wanted), self._batch):
+            self._submit(job, [todo[place] for place in wanted[start : start + self._batch]], masks)
+        self._refuse(job, {todo[place]: why for place, why in refused.items()})
         if not todo and not job.unanswered:
             self._end(job)
+
+    def answer_present(self, job: PendingJob) -> None:
+        """Of a store that is refused: sets the bits of what is there already. For any thread."""
+        masks = job.masks()
+        for i, key in enumerate(job.keys):
+            if self._store.contains(self.digest, key, masks[i]):
+                job.arrive(i)
 
     def _end(self, job: PendingJob) -> None:
         self._store.unpin(self._held.pop(job, ()))
@@ -138,6 +148,14 @@ class StoreWriter:
         if not slots:
             self._intake.settle(STORE, permit, None)
         failed = dict.fromkeys(todo[len(slots) :], status) | dict.fromkeys(held_back, Status.BREAKER)
+        self._intake.unspent(len(failed) * self._slot.slot_bytes)
+        self._intake.weigh(job, max(0, job.queued_bytes - len(failed) * self._slot.slot_bytes))
+        self._refuse(job, failed)
+
+    def _refuse(self, job: PendingJob, failed: dict[int, Status]) -> None:
+        """Chunks of a job that nobody is going to write, and why."""
+        if not failed:
+            return
         for i, why in failed.items():
             job.fail(i, why)
         self._resolve(job, {job.keys[i]: why for i, why in failed.items()})
@@ -158,6 +176,8 @@ class StoreWriter:
         job.take(outcome, index, [slot.slab.name for slot in slots])
         codes = outcome.status.tolist()
         written = [n for n, code in enumerate(codes) if not code]
+        self._intake.backlog.wrote(len(written) * self._slot.slot_bytes)
+        self._intake.weigh(job, max(0, job.queued_bytes - len(index) * self._slot.slot_bytes))
         items = [(job.keys[index[n]], slots[n], flight.masks[index[n]]) for n in written]
         unused: list[Reservation] = []
         try:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.admission import SecondTouch
 from kvxfer.convert.pages import KVPages
 from kvxfer.engine import TransferEngine
 from kvxfer.integrations.vllm_config import TierConfig
@@ -34,6 +35,8 @@ class Roots:
         self, config: TierConfig, namespace: Namespace, rows: NDArray[np.uint8], num_rows: int, journal: Journal
     ) -> None:
         policy = policies(config.policy, journal)
+        names = config.engine.second_touch_names
+        second_touch = SecondTouch(names) if names else None  # one for all roots
         self.stores: list[Store] = []
         self._engines: list[TransferEngine] = []
         with ExitStack() as undo:
@@ -42,7 +45,9 @@ class Roots:
                 undo.callback(store.close)
                 mapping = row_mapping(len(rows) // num_rows, alignment=store.alignment)
                 pages = KVPages(mapping, [rows], num_rows)
-                engine = TransferEngine(store, namespace, [pages], config=config.engine, live=False)
+                engine = TransferEngine(
+                    store, namespace, [pages], config=config.engine, live=False, second_touch=second_touch
+                )
                 undo.callback(engine.shutdown)
                 self.stores.append(store)
                 self._engines.append(engine)

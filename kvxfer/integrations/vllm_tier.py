@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,6 +27,7 @@ from kvxfer.integrations.vllm_metrics import Told, definitions
 from kvxfer.integrations.vllm_namespace import check_stages, fingerprint_of, namespace_of
 from kvxfer.integrations.vllm_reset import Reset
 from kvxfer.integrations.vllm_roots import Roots
+from kvxfer.keys import group_of
 from kvxfer.report import engine_reporter
 
 __all__ = ["KvxferTier"]
@@ -73,7 +74,8 @@ class KvxferTier(SecondaryTierManager):
         offloading_spec: has vLLM's offloading configuration, which names what the rows mean.
         primary_kv_view: [rows, row_bytes].
         tier_type: as vLLM calls this tier.
-        backpressure_detector: vLLM's, which it then feeds with the bytes that stores really wrote.
+        backpressure_detector: vLLM's, which it then feeds with the bytes that stores really wrote. A store dropped for
+            `max_queue_s` is a failed one to it; one that admission or the write budget leaves out is neither.
         tier_keys: see TierConfig.
 
     Raises:
@@ -137,6 +139,7 @@ class KvxferTier(SecondaryTierManager):
         self._ready: list[Any] = []  # results that vLLM has not taken
         self._failed: dict[str, set[bytes]] = {}  # by request: keys that did not arrive; every request that is there
         self._reset = Reset(self._engine.reset)
+        self._chains: dict[str, dict[bytes, Collection[bytes]]] = {}  # by request and group: what it touched last
         self._old: set[str] = set()  # requests that were there at a reset for new weights
         self._events: EventLog | None = None
         if self.config.enable_kv_events:
@@ -161,6 +164,7 @@ class KvxferTier(SecondaryTierManager):
     def on_request_finished(self, req_context: Any) -> None:
         """What failed for it is forgotten."""
         self._deadlines.left(req_context.req_id)
+        self._chains.pop(req_context.req_id, None)
         self._old.discard(req_context.req_id)
         failed = self._failed.pop(req_context.req_id, None)
         if failed:
@@ -195,6 +199,8 @@ class KvxferTier(SecondaryTierManager):
         """Counts as a use."""
         try:
             self._engine.touch(keys)
+            if keys and req_context.req_id in self._failed:
+                self._chains.setdefault(req_context.req_id, {})[group_of(next(iter(keys)))] = keys
         except Exception as exc:  # a use that is not counted
             _report("touch", exc)
 
@@ -216,13 +222,18 @@ class KvxferTier(SecondaryTierManager):
             return
         try:
             rows = compat.job_rows(metadata)
+            if not is_load:
+                touched = self._chains.get(job.request, {}).values()
+                order = compat.prefix_order(job.keys, metadata.req_context, touched)
+                job, rows = replace(job, keys=tuple(job.keys[place] for place in order)), rows[order]
+                self._jobs[metadata.job_id] = job
             if self._deadlines.measuring:
                 self._measure(job)
             if is_load:
                 deadline = self._deadlines.of(job.keys)
                 self._engine.submit_load(metadata.job_id, job.keys, rows, deadline=deadline, begin=False)
             else:
-                self._engine.submit_store(metadata.job_id, job.keys, rows, begin=False)
+                self._engine.submit_store(metadata.job_id, job.keys, rows, chain=job.request, begin=False)
         except Exception as exc:  # the job was accepted: it has its one result, a failed one
             _report("load" if is_load else "store", exc)
             self._finish(metadata.job_id, job, None)
@@ -275,6 +286,9 @@ class KvxferTier(SecondaryTierManager):
         del self._jobs[job_id]
         self._ended = True
         complete = bool(result and result.bitmap.all())
+        # To vLLM's detector a failed store is a sign of pressure; one that the configuration leaves out is none.
+        errors = () if result is None or job.is_load else result.errors
+        left_out = bool(errors) and all(error.status.is_policy for error in errors)
         keys, missing = (job.keys, []) if complete else _split(job.keys, result)
         if not job.is_load:
             self._hit_again(keys)
@@ -288,7 +302,7 @@ class KvxferTier(SecondaryTierManager):
         self._ready.append(
             compat.job_result(
                 job_id,
-                complete,
+                complete or left_out,
                 keys if job.is_load and keys and not complete else None,
                 None if result is None else result.seconds,
                 None if result is None else result.nbytes,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from kvxfer.admission import WriteBudget
 from kvxfer.config import StoreConfig
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class StoreStats:
     processes: int  # that have the root open
     foreign_slots: int  # that other processes have taken and not committed
     weight_epoch: int
+    write_budget_bytes_per_s: float  # of all processes together; infinity: there is none
+    write_budget_left_bytes: float  # what this process may write at once
     direct: bool
     mode: str  # how files are opened, and why
     # counters
@@ -73,7 +77,9 @@ class Counts:
     namespace_errors: int = 0
 
 
-def gather(config: StoreConfig, weight_epoch: int, counts: Counts, parts: Parts) -> StoreStats:
+def gather(
+    config: StoreConfig, weight_epoch: int, counts: Counts, parts: Parts, budget: WriteBudget | None
+) -> StoreStats:
     """Everything, from those who know it."""
     opened, index, table, room, follower = parts.opened, parts.index, parts.table, parts.room, parts.follower
     slabs, disk_bytes, index_bytes = table.slabs(), room.used_bytes, index.data_bytes
@@ -85,7 +91,9 @@ def gather(config: StoreConfig, weight_epoch: int, counts: Counts, parts: Parts)
             free_slots=sum(slab.free_slots for slab in slabs), slabs=len(slabs),
             slab_bytes=sum(slab.file_bytes for slab in slabs), index_bytes=index_bytes,
             namespaces=len(table.served), processes=max(1, len(follower.members)),
-            foreign_slots=table.leases.foreign_slots, weight_epoch=weight_epoch, direct=opened.mode.direct,
+            foreign_slots=table.leases.foreign_slots, weight_epoch=weight_epoch,
+            write_budget_bytes_per_s=math.inf if budget is None else budget.bytes_per_s,
+            write_budget_left_bytes=math.inf if budget is None else budget.available(), direct=opened.mode.direct,
             mode=opened.mode.why,
             evictions=dict(table.evictions), invalidations=dict(table.invalidations), slabs_created=room.created,
             slabs_removed=room.removed, slab_errors=room.errors, index_errors=index.errors,

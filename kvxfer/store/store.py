@@ -21,13 +21,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+from kvxfer.admission import WriteBudget
 from kvxfer.config import StoreConfig
+from kvxfer.drive_writes import DriveWatch
 from kvxfer.errors import ConfigError, ForkError, FormatError, IOFault, StoreError
 from kvxfer.keys import Namespace
 from kvxfer.policy import LRUPolicy
@@ -35,6 +37,7 @@ from kvxfer.report import reporter
 from kvxfer.slot import SlotLayout
 from kvxfer.store.allocator import Allocator
 from kvxfer.store.assembly import Parts, assemble
+from kvxfer.store.budget import budget_of, check_burst, write_rate
 from kvxfer.store.entry import Entry, Reservation, SlotState
 from kvxfer.store.housekeeper import keep_house
 from kvxfer.store.index import TRANSACTION
@@ -58,9 +61,11 @@ class Store:
     After a fork the child's copy is of no use: every method but `close` raises ForkError there.
     """
 
-    def __init__(self, config: StoreConfig, parts: Parts) -> None:
+    def __init__(self, config: StoreConfig, parts: Parts, budget: WriteBudget | None) -> None:
         """For `open` only."""
         self.config = config
+        self.write_budget = budget  # None: none. Whoever is going to write takes from it first
+        self.drives = DriveWatch(config.root)
         self._parts = parts
         self._opened, self._index, self._table = parts.opened, parts.index, parts.table
         self._follower, self._lock = parts.follower, parts.opened.lock
@@ -81,7 +86,13 @@ class Store:
 
     @classmethod
     def open(
-        cls, config: StoreConfig, *, writers: int = 8, policy: Policies = LRUPolicy, housekeeping: bool = True
+        cls,
+        config: StoreConfig,
+        *,
+        writers: int = 8,
+        policy: Policies = LRUPolicy,
+        housekeeping: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> Store:
         """Opens a root, or makes one. What earlier processes left behind is cleaned up before this returns.
 
@@ -92,10 +103,11 @@ class Store:
             writers: threads that will write at once: the engine's `io_threads`. As many slabs are filled side by side.
             policy: makes the order of eviction for one slot layout.
             housekeeping: a thread calls `maintain` every REFRESH_S; False: the caller does.
+            clock: seconds, for the write budget alone; tests give one of their own.
 
         Raises:
-            ConfigError: the values do not go together, the file system is a network's, direct="on" does not work, or
-                other processes have it open with other limits.
+            ConfigError: the values do not go together, the file system is a network's, direct="on" does not work, the
+                drive for write_dwpd is not known, or other processes have it open with other limits.
             FormatError: the root, or a slab, was left by another version or by something else; nothing was changed.
             StoreError: another process keeps the root locked (it may be scanning it), too many have it open, or this
                 one has: its engines share a store.
@@ -103,13 +115,15 @@ class Store:
         """
         if type(writers) is not int or writers < 1:
             raise ConfigError(f"writers={writers!r} must be an integer of at least 1")
+        rate = write_rate(config)  # before anything is made
         refuse_twice(config.root)
         lock, mode = lock_root(config)
         try:
             with lock.held(config.open_timeout_s):
                 others = lock.others()
                 lock.sit()
-                store = cls(config, assemble(config, lock, others, mode, writers, policy))
+                parts = assemble(config, lock, others, mode, writers, policy)
+                store = cls(config, parts, budget_of(config, rate, lambda: len(parts.follower.members), clock))
         except BaseException:
             lock.drop()
             raise
@@ -192,13 +206,15 @@ class Store:
         """Opens a namespace for use and returns its digest. Entries in slots of another layout are dropped.
 
         Raises:
-            ConfigError: the slot has another alignment than the root, or fits into no slab.
+            ConfigError: the slot has another alignment than the root, or fits into no slab, or the write budget's burst
+                holds none.
             StoreError: more namespaces are in use than the root has room for, or another process keeps it locked.
         """
         if slot.alignment != self.alignment:
             raise ConfigError(f"slots are aligned to {slot.alignment}, but {self.config.root} to {self.alignment}")
         with self._changing():
             self._parts.room.slots_per_slab(slot)
+            check_burst(self.write_budget, slot)
             digest = namespace.digest(self.weight_epoch)
             text = describe(namespace, slot, self.weight_epoch)
             try:
@@ -405,7 +421,7 @@ class Store:
     def stats(self) -> StoreStats:
         """Counters and gauges; takes the table's lock alone."""
         self._check(closed_ok=True)
-        return gather(self.config, self.weight_epoch, self._counts, self._parts)
+        return gather(self.config, self.weight_epoch, self._counts, self._parts, self.write_budget)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Writes the index down and gives the root back. Closing twice is fine; in a fork's child it does nothing.
