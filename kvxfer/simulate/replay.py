@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, compress, islice
+from operator import and_
 
 from kvxfer.admission import SecondTouch, WriteBudget
 from kvxfer.errors import ConfigError
@@ -95,58 +97,74 @@ class Replay:
                 break
             run += 1
         here = blocks[:run]
-        missing: list[tuple[int, int | None]] = []
-        for at in range(run, len(blocks)):
-            if (block := blocks[at]) in held:
-                here.append(block)
-            else:
-                missing.append((block, blocks[at - 1] if at else None))
+        missing: list[int] = []
+        for block in islice(blocks, run, None):
+            (here if block in held else missing).append(block)
         counts.operations += len(blocks) + len(here)
+        touch = self._policy.touch
         for block in here:
-            self._policy.pin(block)
+            touch(block)
         if missing:
-            self._store(missing, len(here))
-        for block in here:
-            self._policy.unpin(block)
+            self._store(blocks[max(0, run - 1) :], here, missing)
         counts.requests += 1
         counts.prompt_tokens += request.tokens
         counts.hit_tokens += usable_tokens(run, request.tokens, self.setup.block_tokens)
         counts.blocks += len(blocks)
         counts.hit_blocks += run
 
-    def _store(self, missing: list[tuple[int, int | None]], pinned: int) -> None:
+    def _store(self, blocks: list[int], here: list[int], missing: list[int]) -> None:
+        """Of `blocks`, which begin with the last one that was hit, stores what is missing. `here` is in use."""
         counts, held, policy = self.counts, self._held, self._policy
-        admitted = self._admit(missing, self.setup.capacity_blocks - pinned)
-        if (short := len(held) + len(admitted) - self.setup.capacity_blocks) > 0:
-            victims = policy.victims(short)
-            for block in victims:
-                policy.remove(block)
-                del held[block]
-            counts.evicted_blocks += len(victims)
-            counts.operations += len(victims)
-        for block, parent in admitted:
+        admitted = self._admit(missing)
+        room = self.setup.capacity_blocks - len(held)
+        if len(admitted) > room:
+            room += self._evict(len(admitted) - room, here)
+        if len(admitted) > room:
+            self._drop(NO_ROOM, len(admitted) - room)
+            if self._budget is not None:
+                self._budget.give_back((len(admitted) - room) * self.setup.block_bytes)
+            admitted = admitted[:room]
+        if not admitted:
+            return
+        follows = dict(zip(blocks[1:], blocks, strict=False))
+        for block in admitted:
             policy.insert(block)
-            held[block] = parent
-            if parent is not None and parent in held:
-                policy.link(block, parent)
+            held[block] = follows.get(block)
+        policy.chain(blocks, [block if block in held else None for block in blocks])
         counts.stored_blocks += len(admitted)
         counts.operations += len(admitted)
         counts.peak_blocks = max(counts.peak_blocks, len(held))
 
-    def _admit(self, missing: list[tuple[int, int | None]], room: int) -> list[tuple[int, int | None]]:
-        """Those that may be stored, in order; counts the others."""
-        dropped, seen, budget = self.counts.dropped_blocks, self._seen, self._budget
-        if seen is not None:
-            offered, missing = missing, [each for each in missing if seen.offer(each[0])]
-            dropped[SECOND_TOUCH] += len(offered) - len(missing)
-        if len(missing) > room:
-            dropped[NO_ROOM] += len(missing) - room
-            missing = missing[:room]
-        if budget is not None:
-            wanted = len(missing)
-            missing = [each for each in missing if budget.take(self.setup.block_bytes)]
-            dropped[BUDGET] += wanted - len(missing)
-        return missing
+    def _evict(self, most: int, pinned: list[int]) -> int:
+        """Makes room; for how many."""
+        policy, held = self._policy, self._held
+        for block in pinned:
+            policy.pin(block)
+        victims = policy.victims(most)
+        for block in victims:
+            policy.remove(block)
+            del held[block]
+        for block in pinned:
+            policy.unpin(block)
+        self.counts.evicted_blocks += len(victims)
+        self.counts.operations += len(victims)
+        return len(victims)
+
+    def _admit(self, missing: list[int]) -> list[int]:
+        """Those that may be written, in order: what is behind one that may not would be of no use."""
+        wanted = missing
+        if self._seen is not None:
+            known = [self._seen.offer(block) for block in missing]  # all are offered, also behind the cut
+            wanted = list(compress(missing, accumulate(known, and_)))
+            self._drop(SECOND_TOUCH, len(missing) - len(wanted))
+        if self._budget is None or not wanted:
+            return wanted
+        paid = self._budget.take_some(self.setup.block_bytes, len(wanted))
+        self._drop(BUDGET, len(wanted) - paid)
+        return wanted[:paid]
+
+    def _drop(self, reason: str, blocks: int) -> None:
+        self.counts.dropped_blocks[reason] += blocks
 
     def unreachable_blocks(self) -> int:
         """Stored blocks that no lookup finds, since one that they follow is not stored."""

@@ -2,7 +2,7 @@
 
 Shares no code with kvxfer. Of each prompt: how far its blocks are there, all of them from the first on; those that are
 there count as used; those that are not are stored, the first ones first, at the cost of the least recently used ones
-that the prompt has no use for.
+that the prompt has no use for and that no other block which is there follows.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def whole_tokens(run: int, tokens: int, block_tokens: int) -> int:
 def least_recently_used(prompts: list[Prompt], capacity: int, block_tokens: int) -> Totals:
     totals = Totals()
     order = totals.order
+    before = {block: blocks[at - 1] for _, _, blocks in prompts for at, block in enumerate(blocks) if at}
     for _, tokens, blocks in prompts:
         run = 0
         while run < len(blocks) and blocks[run] in order:
@@ -43,15 +44,17 @@ def least_recently_used(prompts: list[Prompt], capacity: int, block_tokens: int)
         totals.hit_tokens += whole_tokens(run, tokens, block_tokens)
         used = [block for block in blocks if block in order]
         missing = [block for block in blocks if block not in order]
-        others = [block for block in order if block not in used]
-        room = capacity - len(used)
-        stored, lost = missing[:room], missing[room:]
-        totals.dropped += len(lost)
-        while len(used) + len(others) + len(stored) > capacity:
-            others.pop(0)
+        order[:] = [block for block in order if block not in used] + used
+        while len(order) + len(missing) > capacity:
+            followed = [before.get(block) for block in order]
+            if not (victims := [block for block in order if block not in used and block not in followed]):
+                break
+            order.remove(victims[0])
             totals.evicted += 1
+        stored = missing[: capacity - len(order)]
+        totals.dropped += len(missing) - len(stored)
         totals.stored += len(stored)
-        order[:] = others + stored + used
+        order += stored
         totals.peak = max(totals.peak, len(order))
     return totals
 
