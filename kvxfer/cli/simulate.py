@@ -31,6 +31,9 @@ def command(
     admission: Annotated[
         list[str], typer.Option(metavar="NAME,...", help=f"Of {', '.join(ADMISSIONS)}. May be repeated.")
     ] = ["always"],  # noqa: B006
+    second_touch_names: Annotated[
+        int, typer.Option(parser=output.whole_number, metavar="N", help="Keys that second-touch remembers.")
+    ] = 1 << 20,
     budget: Annotated[
         list[str],
         typer.Option(metavar="RATE,...", help="Of writes: none, 50MB/s, or 1dwpd with --drive. May be repeated."),
@@ -81,6 +84,7 @@ def command(
             capacity=capacity,
             admission=admission,
             budget=budget,
+            second_touch_names=second_touch_names,
             drive=Drive.parse(drive, tbw, dwpd, warranty_years, write_amplification),
             block_bytes=block_bytes_of(model, dtype, bytes_per_token, block_tokens),
             block_tokens=block_tokens,

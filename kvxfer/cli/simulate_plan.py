@@ -17,8 +17,11 @@ from kvxfer.policy import POLICIES
 from kvxfer.simulate import BLOCK_TOKENS, Setup, Survey
 
 ADMISSIONS = ("always", "second-touch")
-SECOND_TOUCH_NAMES = 1 << 20  # that the filter remembers
-BURST_S = 60.0  # of the write budget, that may be written at once
+BURST_S, LEAST_BURST = (
+    60.0,
+    256 << 20,
+)  # what a store's write budget may spend at once, as kvxfer/store/budget.py has it
+MOST_NAMES = 1 << 28
 MOST_RUNS = 500
 MOST_BYTES = 1 << 60
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
@@ -184,7 +187,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Every policy with every capacity, admission and budget."""
+    """Every policy with every capacity, admission and budget.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
 
     trace: Path
     policies: tuple[str, ...]
@@ -193,7 +200,15 @@ class Plan:
     budgets: tuple[Budget, ...]
     block_bytes: int
     block_tokens: int = BLOCK_TOKENS
+    second_touch_names: int = 1 << 20  # as EngineConfig's, where the admission is second-touch
     drive: Drive = Drive()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.second_touch_names <= MOST_NAMES:
+            raise ConfigError(f"--second-touch-names {self.second_touch_names}: allowed are 1 to {MOST_NAMES}")
+        for budget in self.budgets:
+            if budget.bytes_per_s and self.block_bytes > max(LEAST_BURST, int(budget.bytes_per_s * BURST_S)):
+                raise ConfigError(f"--budget {budget.text} never pays for a block of {self.block_bytes} bytes")
 
     @classmethod
     def parse(
@@ -229,21 +244,21 @@ class Plan:
         """What is to be simulated, now that the footprint is known.
 
         Raises:
-            ConfigError: a capacity that holds no block, a budget that pays for none.
+            ConfigError: a capacity that holds no block.
         """
         runs = []
         for capacity in self.capacities:
             blocks = capacity.blocks(survey, self.block_bytes)
             for admission in self.admissions:
                 for budget in self.budgets:
-                    burst = max(self.block_bytes, round(budget.bytes_per_s * BURST_S)) if budget.bytes_per_s else 0
+                    burst = max(LEAST_BURST, int(budget.bytes_per_s * BURST_S))
                     for policy in self.policies:
                         setup = Setup(
                             policy=policy,
                             capacity_blocks=blocks,
                             block_bytes=self.block_bytes,
                             block_tokens=self.block_tokens,
-                            second_touch_names=SECOND_TOUCH_NAMES if admission == "second-touch" else 0,
+                            second_touch_names=self.second_touch_names if admission == "second-touch" else 0,
                             bytes_per_s=budget.bytes_per_s,
                             burst_bytes=burst,
                         )

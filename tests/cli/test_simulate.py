@@ -30,6 +30,14 @@ def simulate(capsys: Capsys, *arguments: object) -> tuple[int, dict[str, Any]]:
     return json_of(capsys, "simulate", *arguments)
 
 
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    """The sample's first requests."""
+    path = tmp_path / "head.jsonl"
+    path.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:60]))
+    return path
+
+
 def tiny(capsys: Capsys, path: Path, *arguments: object) -> dict[str, Any]:
     write(path / "tiny.jsonl", TINY)
     code, report = simulate(capsys, path / "tiny.jsonl", "--block-tokens", 4, "--bytes-per-token", 250, *arguments)
@@ -53,11 +61,9 @@ def test_what_a_trace_is_worth(tmp_path: Path, capsys: Capsys) -> None:
     assert row["dropped_blocks"] == {"second_touch": 0, "budget": 0, "no_room": 0}
 
 
-def test_every_combination_has_a_row(tmp_path: Path, capsys: Capsys) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:120]))
+def test_every_combination_has_a_row(head: Path, capsys: Capsys) -> None:
     code, report = simulate(
-        capsys, trace, "--capacity", "2%, 5%", "--capacity", "40GiB", "--policy", "all", "--admission",
+        capsys, head, "--capacity", "2%, 5%", "--capacity", "40GiB", "--policy", "all", "--admission",
         "always,second-touch", "--budget", "none", "--budget", "100MB/s", "--budget", "1dwpd", "--drive", "3.84TB",
         "--block-tokens", 512, "--bytes-per-token", 131072,
     )  # fmt: skip
@@ -110,7 +116,7 @@ def test_a_trace_that_takes_no_time_says_nothing_of_a_drives_life(tmp_path: Path
     assert "life: unknown, all requests came at once" in capsys.readouterr().out
 
 
-def test_the_bytes_of_a_block(tmp_path: Path, capsys: Capsys) -> None:
+def test_the_bytes_of_a_block(tmp_path: Path, head: Path, capsys: Capsys) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
     for arguments, expected in (
@@ -121,16 +127,16 @@ def test_the_bytes_of_a_block(tmp_path: Path, capsys: Capsys) -> None:
         (("--model", tmp_path / "config.json", "--dtype", "float32"), 512 * 2 * 2 * 64 * 4),
         (("--bytes-per-token", 10), 5120),
     ):
-        code, report = simulate(capsys, SAMPLE, "--policy", "lru", "--capacity", "5%", *arguments)
+        code, report = simulate(capsys, head, "--policy", "lru", "--capacity", "5%", *arguments)
         assert (code, report["block_bytes"]) == (0, expected), arguments
 
 
-def test_the_view_has_what_the_object_has(capsys: Capsys) -> None:
-    done = run("simulate", SAMPLE, "--capacity", "1%,30MB", "--bytes-per-token", "100", "--drive", "1TB", "--dwpd", "3")
+def test_the_view_has_what_the_object_has(head: Path, capsys: Capsys) -> None:
+    done = run("simulate", head, "--capacity", "2%,4MB", "--bytes-per-token", "100", "--drive", "1TB", "--dwpd", "3")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "500 requests in 165 s, 7,124,855 prompt tokens in 14,162 blocks" in done.stdout
-    assert "footprint     580.0 MiB: 11,879 different blocks of 512 tokens, 50.0 KiB each" in done.stdout
-    _, report = simulate(capsys, SAMPLE, "--capacity", "1%,30MB", "--bytes-per-token", 100, "--drive", "1TB")
+    _, report = simulate(capsys, head, "--capacity", "2%,4MB", "--bytes-per-token", 100, "--drive", "1TB")
+    assert f"60 requests in {report['seconds']:,.0f} s, {report['prompt_tokens']:,} prompt tokens" in done.stdout
+    assert f"{report['distinct_blocks']:,} different blocks of 512 tokens, 50.0 KiB each" in done.stdout
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith(tuple(POLICIES))]
     assert len(lines) == len(report["rows"]) == 2 * len(POLICIES)
     for words, row in zip(lines, report["rows"], strict=True):
@@ -138,7 +144,7 @@ def test_the_view_has_what_the_object_has(capsys: Capsys) -> None:
         assert f"{100 * row['token_hit_ratio']:.2f}%" in words
         assert f"{row['recomputed_tokens']:,}" in words
     assert f"{100 * report['unbounded']['token_hit_ratio']:.2f}%" in done.stdout
-    assert main(["simulate", str(SAMPLE), "--capacity", "300k", "--bytes-per-token", "100"]) == 0
+    assert main(["simulate", str(head), "--capacity", "300k", "--bytes-per-token", "100"]) == 0
     assert "no_room: blocks of prompts that are longer" in capsys.readouterr().out
 
 
@@ -157,6 +163,8 @@ REFUSED = {
     "--budget fast": "--budget 'fast'",
     "--budget 0dwpd --drive 1T": "--budget 0dwpd",
     "--budget 1dwpd": "need --drive",
+    "--budget 1 --bytes-per-token 1048576": "--budget 1 never pays for a block of 536870912 bytes",
+    "--second-touch-names 0": "--second-touch-names 0",
     "--drive 0": "--drive '0'",
     "--dwpd 1": "--dwpd needs --drive",
     "--dwpd nan --drive 1T": "--dwpd nan",
