@@ -27,7 +27,7 @@ def test_every_command_and_option_is_there() -> None:
     group = typer.main.get_group(app)
     assert {name.split()[0] for name in QUOTED} >= set(group.commands)
     bench: Any = group.commands["bench"]
-    commands = {name: group.commands[name] for name in ("doctor", "inspect", "verify")}
+    commands = {name: group.commands[name] for name in ("doctor", "inspect", "simulate", "verify")}
     for name, command in (commands | {"bench gds": bench.commands["gds"]}).items():
         options = {option for parameter in command.params for option in parameter.opts}
         missing = [o for o in options if o.startswith("--") and o != "--json" and f"`{o}" not in section(name)]
@@ -70,3 +70,11 @@ def test_every_key_of_the_bench_is_there(tmp_path: Path, capsys: pytest.CaptureF
 
     collect(report)
     assert sorted(key for key in keys if f"`{key}`" not in section("bench gds")) == []
+
+
+def test_every_key_of_the_simulation_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    _, report = json_of(
+        capsys, "simulate", PROJECT / "tests" / "data" / "conversation-500.jsonl", "--policy", "lru", "--capacity", "1%"
+    )
+    keys = {*report, *report["unbounded"], *report["rows"][0], *report["rows"][0]["dropped_blocks"]}
+    assert sorted(key for key in keys if f"`{key}`" not in section("simulate")) == []
