@@ -55,13 +55,17 @@ class CachePolicy(ABC, Generic[T]):
     def link(self, item: T, parent: T) -> None:
         """Says that `item` follows `parent` in a chain. Pre: both are known. Nothing, where a policy has no chains."""
 
-    def chain(self, names: Sequence[Hashable], items: Sequence[T | None]) -> None:
+    def chain(self, names: Sequence[Hashable], items: Sequence[T | None]) -> bool:
         """Says that these follow one another, each the one before it, if not directly. Nothing, as `link`.
 
         Args:
             names: of chunks, as entries are remembered.
             items: the known entry of each name; None where none is known, which is a gap before those that follow.
+
+        Returns:
+            Whether the last is known now to follow the one before it; False where it is to be said again some time.
         """
+        return True
 
     @property
     def unreachable(self) -> int:

@@ -57,8 +57,12 @@ class Chains(Generic[T]):
 
     # ---- what is told --------------------------------------------------------------------------------------
 
-    def learn(self, names: Sequence[Hashable], items: Sequence[T | None]) -> None:
-        """Each of these follows the one before it, perhaps not directly. None: it is not known at present."""
+    def learn(self, names: Sequence[Hashable], items: Sequence[T | None]) -> bool:
+        """Each of these follows the one before it, perhaps not directly. None: it is not known at present.
+
+        Returns:
+            Whether the last is known to follow the one before it.
+        """
         unclear: list[tuple[_Node[T], Hashable]] = []
         for i in range(len(names) - 1, 0, -1):  # from the end: what is missing counts where something known follows it
             name, item = names[i], items[i]
@@ -74,6 +78,8 @@ class Chains(Generic[T]):
             self._begin(child, names[i - 1], items[i - 1])
         for child, name in unclear:
             self._nearer(child, name)
+        last = self._nodes.get(names[-1])
+        return last is not None and last.parent is not None and last.parent.name == names[-2]
 
     def _begin(self, child: _Node[T], name: Hashable, item: T | None) -> None:
         """`child` has followed nothing so far."""

@@ -144,11 +144,11 @@ class RankedPolicy(CachePolicy[T]):
         """Nothing where that would bite its tail, or where something nearer is known."""
         self.chain((self._name_of(parent), self._name_of(item)), (parent, item))
 
-    def chain(self, names: Sequence[Hashable], items: Sequence[T | None]) -> None:
+    def chain(self, names: Sequence[Hashable], items: Sequence[T | None]) -> bool:
         """As `link`, of many, the first first. Takes time by their number."""
         if self._named:
             self._put_back(0)
-        self._chains.learn(names, items)
+        return self._chains.learn(names, items)
 
     @property
     def unreachable(self) -> int:
