@@ -104,7 +104,8 @@ def vllm_hits(requests: Sequence[Request], policy: str, capacity: int) -> tuple[
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     manager = CPUOffloadingManager(num_chunks=capacity, cache_policy=policy)
-    hit_tokens, held, why = 0, set(), None
+    hit_tokens, why = 0, None
+    held: set[bytes] = set()
     for number, request in enumerate(requests):
         context = ReqContext(req_id=str(number))
         keys = [make_offload_key(block.to_bytes(32, "big"), 0) for block in request.blocks]
