@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +110,7 @@ def _life(drive: Drive, bytes_per_s: float | None) -> float | None:
     return life_years(bytes_per_s, drive.endurance_bytes)
 
 
-def run(plan: Plan, tell: Callable[[Report, Row], None] | None = None) -> Report:
+def run(plan: Plan) -> Report:
     """Reads the trace once for what it holds, and once for each combination.
 
     Raises:
@@ -123,10 +122,7 @@ def run(plan: Plan, tell: Callable[[Report, Row], None] | None = None) -> Report
     for each in plan.runs(report.survey):
         if _stamp(plan) != before:
             raise ConfigError(f"{plan.trace} was changed while it was read")
-        row = Row(each, replay(read_trace(plan.trace, plan.block_tokens), each.setup))
-        report.rows.append(row)
-        if tell is not None:
-            tell(report, row)
+        report.rows.append(Row(each, replay(read_trace(plan.trace, plan.block_tokens), each.setup)))
     return report
 
 

@@ -176,7 +176,7 @@ def survey(path: Path, block_tokens: int = BLOCK_TOKENS) -> Survey:
 
 class _Parents:
     """Which block each block follows. Numbers in the order of their first use, as published traces have them, take 8
-    bytes each; others what a dict takes, some 150."""
+    bytes each; others what a dict takes, some 100."""
 
     _SPARE = 1 << 16
     _UNKNOWN, _NOBODY, _OFFSET = 0, 1, 2

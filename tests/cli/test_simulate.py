@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvxfer.cli import BAD_INPUT, bench_plot, main, simulate_job, simulate_plan
 from kvxfer.errors import ConfigError
 from kvxfer.policy import POLICIES
+from kvxfer.simulate import survey
 from tests.cli.commands import PROJECT, json_of, run
 from tests.simulate.prompts import write
 
@@ -202,7 +203,7 @@ def test_no_file_and_one_that_changes(tmp_path: Path, capsys: Capsys, monkeypatc
     code, said = simulate(capsys, tmp_path / "nothing")
     assert (code, said["error"]["type"]) == (2, "FileNotFoundError")
     trace = write(tmp_path / "trace.jsonl", TINY)
-    look = simulate_job.survey
+    look = survey
 
     def and_then_changes(path: Path, block_tokens: int) -> Any:
         found = look(path, block_tokens)

@@ -60,6 +60,12 @@ def test_the_sample() -> None:
     ]
 
 
+def test_ids_of_any_size_follow_one_another(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", [(0, 12, [(1 << 64) - 1, 5, 1 << 63])] * 2)
+    found = survey(path, BLOCK_TOKENS)
+    assert (found.distinct_blocks, found.hit_blocks, found.hit_tokens) == (3, 3, 8)
+
+
 BAD = {
     b"\xff{}": "not UTF-8: invalid start byte at byte 0",
     b"{": "not JSON: .* at column",
