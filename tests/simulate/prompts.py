@@ -16,7 +16,7 @@ BLOCK_TOKENS = 4
 @st.composite
 def traces(draw: st.DrawFn, most: int = 30) -> list[Prompt]:
     """Prompts over three words, so that many begin alike."""
-    paths = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1, max_size=most))
+    paths = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), min_size=1, max_size=most))
     ids: dict[tuple[int, ...], int] = {}
     prompts, now = [], 0
     for path in paths:

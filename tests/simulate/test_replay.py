@@ -114,6 +114,32 @@ def test_a_budget_fills_with_the_traces_own_time() -> None:
     assert (counts.stored_blocks, counts.dropped_blocks["budget"]) == (2 + 0 + 1 + 2, 1 + 1 + 1 + 1)
 
 
+def test_blocks_behind_a_gap_are_unreachable() -> None:
+    """Policies leave no gap, so one is made: 0 and 5 are not held."""
+    model = Replay(setup("lru", 10))
+    model._held.update({1: 0, 2: 1, 3: None, 4: 3, 6: 5})
+    assert (model.held_blocks, model.unreachable_blocks()) == (5, 3)
+
+
+def test_a_hit_is_a_use() -> None:
+    for policy in ("lru", "arc"):
+        found = replay(requests([(0, 4, [block]) for block in (0, 1, 0, 2, 0, 1)]), setup(policy, 2))
+        assert (found.counts.hit_blocks, found.counts.evicted_blocks) == (2, 2), policy  # of 1, and then of 2
+
+
+def test_what_is_behind_a_block_that_is_not_admitted_is_left_out() -> None:
+    """The filter has forgotten 0, the last of its set, and knows 1, the first of the next one."""
+    prompts = [(0, 8, [8, 9]), (0, 8, [0, 1]), (0, 8, [5, 6]), (0, 4, [7]), (0, 8, [0, 1])]
+    counts = replay(requests(prompts), setup("lru", 10, second_touch_names=3)).counts
+    assert (counts.stored_blocks, counts.dropped_blocks["second_touch"]) == (0, 9)
+
+
+def test_what_found_no_room_costs_no_budget() -> None:
+    one = setup("lru", 2, bytes_per_s=1e-9, burst_bytes=4 * BLOCK)
+    counts = replay(requests([(0, 16, [0, 1, 2, 3]), (0, 8, [4, 5])]), one).counts
+    assert (counts.stored_blocks, counts.dropped_blocks) == (4, {"second_touch": 0, "budget": 0, "no_room": 2})
+
+
 def test_what_a_prompt_uses_is_no_victim_of_its_own() -> None:
     prompts = [(0, 8, [0, 1]), (0, 4, [2]), (0, 16, [0, 1, 3, 4])]
     for policy in POLICIES:
