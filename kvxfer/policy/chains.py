@@ -78,6 +78,8 @@ class Chains(Generic[T]):
             self._begin(child, names[i - 1], items[i - 1])
         for child, name in unclear:
             self._nearer(child, name)
+        if len(names) < 2:
+            return True
         last = self._nodes.get(names[-1])
         return last is not None and last.parent is not None and last.parent.name == names[-2]
 
