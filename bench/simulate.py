@@ -95,6 +95,10 @@ def whats_missing() -> str | None:
     """Why there can be no rows of vLLM's here; None where there can."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed in this environment"
+    from vllm.v1.kv_offload.base import ReqContext
+
+    if not hasattr(ReqContext, "set_offload_key_position"):
+        return "this vLLM's host cache does not know the order of a request's blocks: 0.32 and later do"
     return None
 
 

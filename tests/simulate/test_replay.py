@@ -121,6 +121,21 @@ def test_blocks_behind_a_gap_are_unreachable() -> None:
     assert (model.held_blocks, model.unreachable_blocks()) == (5, 3)
 
 
+@policies
+def test_what_is_there_behind_a_gap_is_used_and_not_stored_again(policy: str) -> None:
+    model = Replay(setup(policy, 10))
+    (request,) = requests([(0, 12, [0, 1, 2])])
+    model.step(request)
+    model._policy.remove(0)
+    del model._held[0]
+    assert model.unreachable_blocks() == 2
+    before = model.counts.operations
+    model.step(request)
+    assert (model.counts.hit_blocks, model.counts.stored_blocks, model.held_blocks) == (0, 4, 3)
+    assert model.counts.operations - before == 3 + 2 + 1
+    assert model.unreachable_blocks() == 0
+
+
 def test_a_hit_is_a_use() -> None:
     for policy in ("lru", "arc"):
         found = replay(requests([(0, 4, [block]) for block in (0, 1, 0, 2, 0, 1)]), setup(policy, 2))
