@@ -84,7 +84,7 @@ bench-gpu: install ## on a GPU: builds, tests, measures, and writes bench/result
 	@$(BIN)/python -m bench.gpu $(if $(DIR),--dir $(DIR)) $(ARGS)
 
 bench-vllm: $(VLLM_VENV)/.kvxfer build/vllm ## beside vLLM's own fs tier, and in the real engine, in .venv-vllm; DIR=/mnt/nvme says where
-	@cd build/vllm && for room in policy tier ttft; do \
+	@cd build/vllm && for room in policy tier ttft simulate; do \
 	$(CURDIR)/$(VLLM_BIN)/python -m bench --only $$room $(if $(DIR),--dir $(abspath $(DIR))) $(ARGS) || exit; done
 
 # csrc under the sanitizers, built aside; the tests that reach it run over that library. (Not those of several

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench import converter, durability, engine, lookup, policy, resident, rows, sharing, tier, ttft, uring
+from bench import converter, durability, engine, lookup, policy, resident, rows, sharing, simulate, tier, ttft, uring
 from bench.options import MIB, Options
 from bench.table import Table, exit_status, machine_facts
 from kvxfer.errors import KvxferError
@@ -26,6 +26,7 @@ ROOMS = {
     "resident": resident.run,
     "sharing": sharing.run,
     "durability": durability.run,
+    "simulate": simulate.run,
     "tier": tier.run,
     "ttft": ttft.run,
 }
@@ -53,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "(default: 1 and 2, and 8 for I/O)",
     )
     out.add_argument("--runs", type=_positive, metavar="N", help=f"timed rounds of a case (default: {FULL_RUNS})")
+    out.add_argument("--trace", type=Path, metavar="FILE", help="what to simulate (default: a sample of 500 requests)")
     return out
 
 
@@ -76,6 +78,7 @@ def options_of(args: argparse.Namespace) -> Options:
         lighter = {"budget_s": 1.5, "engine_bytes": 64 * MIB, "tp_sizes": (1, 4), "keys": 100_000, "jobs": 1000}
     return Options(
         only=args.only,
+        trace=args.trace,
         dirs=tuple(directories),
         quick=args.quick,
         runs=args.runs or (QUICK_RUNS if args.quick else FULL_RUNS),

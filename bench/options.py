@@ -33,3 +33,4 @@ class Options:
     entries: tuple[int, int] = (10_000, 1_000_000)  # held by a policy: few, and many
     keys: int = 1_000_000  # in the index that is looked up
     jobs: int = 10_000  # stores, and as many loads, of the resident set's rows
+    trace: Path | None = None  # that is simulated; None: the tests' sample

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import kvxfer
-from kvxfer.cli import bench, demo, doctor, epoch, gc, inspect, port, quota, reset, scrub, verify
+from kvxfer.cli import bench, demo, doctor, epoch, gc, inspect, port, quota, reset, scrub, simulate, verify
 from kvxfer.cli.output import BAD_INPUT, FAILED
 
 WRONG_BYTES = FAILED  # what the demo finds
@@ -39,6 +39,7 @@ app.command(name="import", epilog=port.IMPORT_EPILOG)(port.import_)
 app.command(name="quota", epilog=quota.EPILOG)(quota.command)
 app.command(name="reset", epilog=reset.RESET_EPILOG)(reset.reset)
 app.command(name="rebuild-index", epilog=reset.REBUILD_EPILOG)(reset.rebuild)
+app.command(name="simulate", epilog=simulate.EPILOG)(simulate.command)
 app.add_typer(epoch.app, name="epoch")
 app.add_typer(bench.app, name="bench")
 

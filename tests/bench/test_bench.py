@@ -23,6 +23,7 @@ from kvxfer.errors import IOFault
 from kvxfer.geometry import KVGeometry
 from kvxfer.testing import FaultyIO
 from tests.oracle import Model
+from tests.simulate.prompts import write
 
 TINY = KVGeometry(num_layers=2, num_kv_heads=4, head_dim=16, dtype="bfloat16", tokens_per_block=4)
 NUMBERS = ("p50_ms", "p90_ms", "GBps", "ratio")
@@ -44,6 +45,7 @@ def tiny(path: Path, **other: Any) -> Options:
         "entries": (300, 900),
         "keys": 2000,
         "jobs": 20,
+        "trace": write(path.parent / f"{path.name}.jsonl", [(0, 600, [0, 1]), (5, 1500, [0, 1, 2]), (9, 512, [3])]),
     }
     return Options(**settings | other)
 

@@ -19,7 +19,19 @@ TEXT = (PROJECT / "docs" / "cli.md").read_text()
 QUOTED = set(re.findall(r"`([^`\n]+)`", TEXT))
 
 
-NAMES = ("doctor", "inspect", "verify", "gc", "scrub", "export", "import", "reset", "rebuild-index", "quota")
+NAMES = (
+    "doctor",
+    "inspect",
+    "verify",
+    "gc",
+    "scrub",
+    "export",
+    "import",
+    "reset",
+    "rebuild-index",
+    "quota",
+    "simulate",
+)
 
 
 def section(command: str) -> str:
@@ -80,3 +92,11 @@ def test_every_key_of_the_bench_is_there(tmp_path: Path, capsys: pytest.CaptureF
 
     collect(report)
     assert sorted(key for key in keys if f"`{key}`" not in section("bench gds")) == []
+
+
+def test_every_key_of_the_simulation_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    _, report = json_of(
+        capsys, "simulate", PROJECT / "tests" / "data" / "conversation-500.jsonl", "--policy", "lru", "--capacity", "1%"
+    )
+    keys = {*report, *report["unbounded"], *report["rows"][0], *report["rows"][0]["dropped_blocks"]}
+    assert sorted(key for key in keys if f"`{key}`" not in section("simulate")) == []
