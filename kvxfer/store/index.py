@@ -12,10 +12,8 @@ root (members.py), so that no reader that was stopped keeps pages from being use
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -26,17 +24,10 @@ from typing import Any, NamedTuple
 import lmdb
 
 from kvxfer.errors import IOFault, StoreError
-from kvxfer.io.system import (
-    TEMPORARY,
-    check_plain,
-    mkdir_within,
-    share_path,
-    sync_directory,
-    sys_rename,
-    sys_unlink,
-)
+from kvxfer.io.system import TEMPORARY, check_plain, mkdir_within, share_path, sync_directory, sys_rename, sys_unlink
 from kvxfer.report import reporter
 from kvxfer.store import changes, trust
+from kvxfer.store.inherited import close_inherited, leave_alone
 from kvxfer.store.records import (
     LEASES,
     MEMBERS,
@@ -72,9 +63,6 @@ _BROKEN = tuple(
         "VersionMismatchError", "BadTxnError", "BadDbiError", "PageFullError", "CursorFullError",
     )
 )  # fmt: skip
-
-
-_INHERITED: list[Any] = []  # environments that a fork's parent has open
 
 
 class _File(Enum):
@@ -169,17 +157,9 @@ class Index:
         self._epochs = {row.epoch: row.order for row in rows if isinstance(row, EpochRow)}
         return rows
 
-    @staticmethod
-    def _close_inherited() -> None:
-        """Closes what a fork's parent has open, in a thread that is left behind if that never ends."""
-        while _INHERITED:
-            closing = threading.Thread(target=_INHERITED.pop().close, name="kvxfer-inherited", daemon=True)
-            closing.start()
-            closing.join(1.0)
-
     def _reopen(self, name: str = DATA) -> None:
         self.drop()
-        self._close_inherited()
+        close_inherited()
         path = self.directory / name
         check_plain(path)  # LMDB would follow a link, and wait for a pipe
         try:
@@ -492,15 +472,11 @@ class Index:
         return clean and self._mark("clean")
 
     def inherit(self) -> None:
-        """In the child of a fork: never touches what the parent has open, and never closes it.
-
-        Closing waits for calls that other threads were in when the process was forked; the child does not have them.
-        """
+        """In the child of a fork: never touches what the parent has open."""
         env, self._env = self._env, None
         self._closed = True
         if env is not None:
-            _INHERITED.append(env)
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(env))  # nor at the interpreter's end
+            leave_alone(env)
 
     def drop(self) -> None:
         """Closes the environment and promises nothing: the next open has to judge."""

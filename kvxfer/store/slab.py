@@ -390,3 +390,16 @@ def restore_size(found: FoundSlab, header: SlabHeader) -> tuple[int, int]:
         return whole, whole_slots(header, now)
     finally:
         sys_close(fd)
+
+
+class SlotClass:
+    """The slabs of one slot layout, and the order in which their entries would go."""
+
+    __slots__ = ("available", "layout", "policy", "rotor", "slabs")
+
+    def __init__(self, layout: SlotLayout, policy: CachePolicy[Entry]) -> None:
+        self.layout = layout
+        self.policy = policy
+        self.slabs: list[SlabFile] = []
+        self.available: list[SlabFile] = []  # with a free slot; the first `writers` of them take turns
+        self.rotor = 0

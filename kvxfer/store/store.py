@@ -30,7 +30,7 @@ from typing import Any, Self
 from kvxfer.admission import WriteBudget
 from kvxfer.config import StoreConfig
 from kvxfer.drive_writes import DriveWatch
-from kvxfer.errors import ConfigError, ForkError, FormatError, IOFault, StoreError
+from kvxfer.errors import ConfigError, ForkError, IOFault, StoreError
 from kvxfer.keys import Namespace
 from kvxfer.policy import make_policy
 from kvxfer.report import reporter
@@ -50,7 +50,8 @@ from kvxfer.store.open_here import refuse_twice, remember
 from kvxfer.store.opening import lock_root
 from kvxfer.store.publisher import Publisher
 from kvxfer.store.records import gone
-from kvxfer.store.root import next_epoch, raise_weight_epoch, read_root, root_stamp, write_root
+from kvxfer.store.root import raise_weight_epoch, read_root
+from kvxfer.store.root_watch import RootWatch
 from kvxfer.store.scrub import keep_scrubbing
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import Counts, StoreStats, gather
@@ -70,8 +71,13 @@ class Store:
         self.config = config
         self.write_budget = budget  # None: none. Whoever is going to write takes from it first
         self.drives = DriveWatch(config.root)
+        self.alignment = parts.opened.info.alignment  # of the root, and so of every slot layout in it
+        mode = parts.opened.mode
+        self.direct = mode.direct  # whether slabs are open with O_DIRECT
+        self.io_mode = mode.name  # the I/O path of the slabs, such as "posix direct": one of io.modes.PATHS
+        self.backend = mode.backend  # what an engine's jobs go by: posix or uring
         self._parts = parts
-        self._opened, self._index, self._table = parts.opened, parts.index, parts.table
+        self._index, self._table = parts.index, parts.table
         self._follower, self._lock = parts.follower, parts.opened.lock
         self._ledger = Ledger(self._table, self._index)
         self._allocator = Allocator(self._table, parts.room, self._index, self._ledger)
@@ -80,12 +86,9 @@ class Store:
         self._namespaces = NamespaceFiles(config)
         self._cleaner = Cleaner(self._table, parts.room, self._ledger, self._namespaces, config.ttl_s)
         self._change = threading.RLock()
-        self._looking = threading.Lock()  # at kvxfer.json
-        self._info = parts.opened.info
-        self._table.shares.quotas = self._info.quotas
-        self._stamp = root_stamp(config.root)
+        self.root = RootWatch(config.root, parts.opened.info, self._table)
         self._pid = os.getpid()
-        self._closed = False
+        self.is_closed = False  # whether `close` was called
         self._gone = threading.Event()  # everything was given back
         self._stop = threading.Event()  # the housekeeper is to end
         self._next_reap = 0.0
@@ -160,27 +163,7 @@ class Store:
     @property
     def weight_epoch(self) -> int:
         """The root's weight epoch, a part of every digest."""
-        return self._info.weight_epoch
-
-    @property
-    def alignment(self) -> int:
-        """Of the root, and so of every slot layout in it."""
-        return self._info.alignment
-
-    @property
-    def direct(self) -> bool:
-        """Whether slabs are open with O_DIRECT."""
-        return self._opened.mode.direct
-
-    @property
-    def io_mode(self) -> str:
-        """The I/O path of the slabs, such as "posix direct": one of io.modes.PATHS."""
-        return self._opened.mode.name
-
-    @property
-    def backend(self) -> str:
-        """What an engine's jobs go by: posix or uring."""
-        return self._opened.mode.backend
+        return self.root.info.weight_epoch
 
     def bump_epoch(self) -> int:
         """Makes everything stored so far a miss, in all processes, now and later. Namespaces must be registered again.
@@ -192,31 +175,10 @@ class Store:
             StoreError: another process keeps the root locked.
         """
         with self._changing():
-            try:
-                write_root(self.config.root, next_epoch(self.config.root, self._info))
-            finally:
-                self.look_at_root()  # it may be there although it is not known to be on the device
+            self.root.raise_epoch()
             return self.weight_epoch
 
     bump_epoch_of = staticmethod(raise_weight_epoch)  # without opening the store, whoever has it open
-
-    def look_at_root(self) -> None:
-        """Takes note of a weight epoch that was raised. Without the root's lock: the file is replaced whole."""
-        with self._looking:
-            stamp = root_stamp(self.config.root)
-            if stamp == self._stamp:
-                return
-            try:
-                info = read_root(self.config.root)
-            except (FormatError, IOFault) as exc:
-                reporter.warn("root", f"{self.config.root} cannot be read any more: {exc}", error=exc)
-                return
-            self._stamp = stamp
-            if info is not None:
-                old, self._info = self._info, info
-                self._table.shares.quotas = info.quotas
-                if info.weight_epoch != old.weight_epoch:
-                    self._table.serve_nothing()
 
     def register(self, namespace: Namespace, slot: SlotLayout) -> bytes:
         """Opens a namespace for use and returns its digest. Entries in slots of another layout are dropped.
@@ -240,11 +202,6 @@ class Store:
                 reporter.warn("namespace", f"a namespace file cannot be written: {exc}", error=exc)
             self._table.serve(digest, slot)
             return digest
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     def belongs_here(self, root: Path) -> bool:
         """Whether it is this process's, of that root, and has not given it back."""
@@ -424,7 +381,7 @@ class Store:
 
     def has_work(self) -> bool:
         """Whether `maintain` would find something to do. Touches no lock that another process can hold."""
-        self.look_at_root()  # whoever holds which lock, and for however long
+        self.root.look()  # whoever holds which lock, and for however long
         if not self._change.acquire(blocking=False):
             return False  # whoever has it looks for itself
         try:
@@ -457,7 +414,7 @@ class Store:
         with self._change:
             self._check()
             with self._lock.held():
-                self.look_at_root()
+                self.root.look()
                 if not self._follower.catch_up() and not mending:
                     raise RootBusy(f"the index of {self.config.root} cannot be read at the moment")
                 yield
@@ -465,7 +422,7 @@ class Store:
     def _check(self, closed_ok: bool = False) -> None:
         if os.getpid() != self._pid:
             raise ForkError(f"{self.config.root} was opened by process {self._pid}: open it anew in this one")
-        if self._closed and not closed_ok:
+        if self.is_closed and not closed_ok:
             raise StoreError(f"the store at {self.config.root} is closed")
 
     def count_scrubbed(self, nbytes: int) -> None:
@@ -500,7 +457,7 @@ class Store:
         closing.join(max(0.0, timeout))
         if self._gone.is_set():
             return True
-        self._closed = True
+        self.is_closed = True
         self._stop.set()
         reporter.warn("close", f"{self.config.root} is left as it is: a call on it has not returned")
         return False
@@ -510,7 +467,7 @@ class Store:
         with self._change:
             if self._gone.is_set():
                 return
-            self._closed = True
+            self.is_closed = True
             try:
                 with self._lock.held():
                     self._leave()

@@ -19,25 +19,12 @@ from kvxfer.store.generations import Generations
 from kvxfer.store.leases import Leases
 from kvxfer.store.records import IndexRecord, LeaseRow, Row
 from kvxfer.store.shares import Shares
-from kvxfer.store.slab import SlabFile
+from kvxfer.store.slab import SlabFile, SlotClass
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
 from kvxfer.store.uses import UseTimes
 
 Policies = Callable[[], CachePolicy[Entry]]
 _NONE: dict[bytes, Entry] = {}
-
-
-class SlotClass:
-    """The slabs of one slot layout, and the order in which their entries would go."""
-
-    __slots__ = ("available", "layout", "policy", "rotor", "slabs")
-
-    def __init__(self, layout: SlotLayout, policy: CachePolicy[Entry]) -> None:
-        self.layout = layout
-        self.policy = policy
-        self.slabs: list[SlabFile] = []
-        self.available: list[SlabFile] = []  # with a free slot; the first `writers` of them take turns
-        self.rotor = 0
 
 
 class Table:

@@ -10,6 +10,7 @@ import pytest
 
 from bench import __main__ as command
 from bench import uring
+from bench.table import Table
 from kvxfer.testing import FaultyIO
 from tests.bench.test_bench import tiny
 from tests.native.uring import needs_uring
@@ -53,6 +54,6 @@ def test_what_fio_does_not_give_is_a_note(
     else:
         put_fio(monkeypatch, tools, script)
     options = tiny(tmp_path, only="uring", row_sizes=())
-    table = command.Table({}, None)
+    table = Table({}, None)
     assert uring.fio_rows(table, options, tmp_path, "here", False) == []
     assert says in table.notes[0]
