@@ -24,7 +24,7 @@ from kvxfer.convert.pages import KVPages, slot_of
 from kvxfer.device.base import Device
 from kvxfer.device.choice import runner_over
 from kvxfer.errors import EngineClosed, LayoutError
-from kvxfer.intake import Intake
+from kvxfer.intake import Intake, Outlook
 from kvxfer.jobs import LOAD, STORE, Runner, Status, check_process
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
@@ -153,9 +153,10 @@ class TransferEngine:
         return self._intake.room(1) > 0
 
     @property
-    def affords(self) -> float:
-        """How many chunks the store's write budget holds now; infinity where there is none."""
-        return self._intake.affords(self._slot.slot_bytes)
+    def outlook(self) -> Outlook:
+        """What one more store would meet."""
+        intake, slot = self._intake, self._slot
+        return Outlook(intake.affords(slot.slot_bytes), self._store.has_room(slot), intake.backlog.seconds())
 
     def submit_store(
         self, job_id: int, keys: Keys, block_ids: ArrayLike, *, access: Access | None = None, begin: bool = True

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvxfer.bitmap import CompletionBitmap
 from kvxfer.engine import TransferEngine
 from kvxfer.errors import ConfigError, KvxferError, LayoutError
+from kvxfer.intake import Outlook
 from kvxfer.jobs import ChunkError, Status
 from kvxfer.metrics import add_up
 from kvxfer.observe import Metrics
@@ -28,6 +29,8 @@ from kvxfer.results import TransferResult, refuse_repeated
 from kvxfer.store import Access
 
 __all__ = ["SpreadEngine"]
+
+LAG_S = 0.5  # a drive whose queued stores take so much longer than another's is left alone until it has caught up
 
 
 @dataclass(slots=True)
@@ -45,8 +48,9 @@ class _Job:
 class SpreadEngine:
     """Engines of one namespace over the same pages, each with a root on a drive of its own.
 
-    A store's chunk goes to the root that has it and answers loads, or else to one that takes stores, in turn by weight;
-    a load's to the one that has it. What there is of TransferEngine's calls has its arguments, errors and results.
+    A store's chunk goes to the root that has it and answers loads, or else to one that takes stores: none whose queue
+    lags LAG_S behind the shortest, none that must evict while another need not, and of the rest in turn by weight. A
+    load's goes to the one that has it. What there is of TransferEngine's calls has its arguments, errors and results.
 
     Args:
         engines: at least one; `shutdown` ends them, their stores stay the caller's. With `second_touch_names` they
@@ -140,12 +144,20 @@ class SpreadEngine:
         having = [number for number, engine in enumerate(self._engines) if engine.contains(key)]
         return next((number for number in having if self._engines[number].answers_loads), (having or [0])[0])
 
-    def _place(self, key: bytes, job: _Job, affords: list[float]) -> int:
+    @staticmethod
+    def _preferred(outlooks: Sequence[Outlook]) -> set[int]:
+        """Those that do not lag behind the quickest, and of them those that would evict nothing, if there are any."""
+        least = min(each.queue_seconds for each in outlooks)
+        quick = {number for number, each in enumerate(outlooks) if each.queue_seconds <= least + LAG_S}
+        return {number for number in quick if outlooks[number].has_room} or quick
+
+    def _place(self, key: bytes, job: _Job, affords: list[float], preferred: set[int]) -> int:
         """Which engine is to store the key. (One that has it and answers no load would keep it from everybody.)
 
         Args:
             affords: chunks that each one's write budget still holds: as long as one holds any, it goes there, so that
                 what a short budget keeps of a chain is its head.
+            preferred: where drives are quick and have room.
         """
         having = [number for number, engine in enumerate(self._engines) if engine.contains(key)]
         for number in having:
@@ -159,7 +171,8 @@ class SpreadEngine:
         choice = [number for number in choice if affords[number] >= 1] or choice
         if not choice and having:
             return having[0]
-        number = min(choice or others, key=lambda n: max(self._turns[n], self._turn))
+        better = [number for number in choice if number in preferred]
+        number = min(better or choice or others, key=lambda n: max(self._turns[n], self._turn))
         self._turn = max(self._turns[number], self._turn)
         self._turns[number] = self._turn + 1 / self._weights[number]
         affords[number] -= 1
@@ -182,8 +195,10 @@ class SpreadEngine:
         with self._lock:
             if job_id in self._jobs:
                 raise LayoutError(f"job {job_id} is still open")
-            affords = [engine.affords for engine in self._engines] if store else []
-            homes = [self._place(key, job, affords) if store else self._home(key) for key in keys]
+            outlooks = [engine.outlook for engine in self._engines] if store else []
+            affords = [each.affords for each in outlooks]
+            preferred = self._preferred(outlooks) if store else set()
+            homes = [self._place(key, job, affords, preferred) if store else self._home(key) for key in keys]
             where = np.asarray(homes, np.int64)
             numbers = list(dict.fromkeys(homes)) or [0]
             parts = {number: np.flatnonzero(where == number) for number in numbers}

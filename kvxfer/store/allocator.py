@@ -79,6 +79,11 @@ class Allocator:
                 break
         return max(0, most - self._named())
 
+    def has_room(self, slot: SlotLayout) -> bool:
+        """Whether one more entry would push out none. Without the root's lock: as far as the table knows."""
+        named = self._named() < self._index.max_entries
+        return named and (self._table.open_slabs(slot) > 0 or self._room.fits(slot))
+
     def _named(self) -> int:
         table = self._table
         return table.entries + table.reserved + table.leases.foreign_slots

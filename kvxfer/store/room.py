@@ -161,14 +161,18 @@ class SlabRoom:
                 return made
         return Made.YES
 
+    def fits(self, layout: SlotLayout) -> bool:
+        """Whether the cap has room for one more slab. Pre: `slots_per_slab` has accepted the layout."""
+        nbytes, nfiles = self._budget
+        return self.used_bytes + self._shapes[layout][1] <= nbytes and self.used_files + 1 <= nfiles
+
     def create(self, layout: SlotLayout) -> Made:
         """Makes a slab, if the cap has room for it, and gives its slots to the table.
 
         Pre: `slots_per_slab` has accepted the layout.
         """
         num_slots, cost = self._shapes[layout]
-        nbytes, nfiles = self._budget
-        if self.used_bytes + cost > nbytes or self.used_files + 1 > nfiles:
+        if not self.fits(layout):
             return Made.OVER_CAP
         if time.monotonic() < self._retry_at:
             return Made.FAILED

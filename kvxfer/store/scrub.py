@@ -166,7 +166,7 @@ class Scrubber:
         done.chunks += 1
         done.nbytes += entry.slab.layout.payload_bytes
         if (store := self._store()) is not None:
-            store.count_scrubbed(entry.slab.layout.payload_bytes)
+            store.counts.scrubbed(entry.slab.layout.payload_bytes)
 
     def _judge(self, entry: Entry, wrong: tuple[str, str], done: Scrubbed) -> None:
         """Takes out what fails and is still there, unless that is the drive's doing."""

@@ -83,6 +83,11 @@ class Counts:
     scrubbed_chunks: int = 0
     scrubbed_bytes: int = 0
 
+    def scrubbed(self, nbytes: int) -> None:
+        """A scrub has found a chunk of `nbytes` bytes to be right."""
+        self.scrubbed_chunks += 1
+        self.scrubbed_bytes += nbytes
+
 
 def gather(
     config: StoreConfig, weight_epoch: int, counts: Counts, parts: Parts, budget: WriteBudget | None

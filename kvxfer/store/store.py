@@ -81,8 +81,8 @@ class Store:
         self._follower, self._lock = parts.follower, parts.opened.lock
         self._ledger = Ledger(self._table, self._index)
         self._allocator = Allocator(self._table, parts.room, self._index, self._ledger)
-        self._counts = Counts()
-        self._publisher = Publisher(self._table, self._ledger, self._allocator, self._counts)
+        self.counts = Counts()
+        self._publisher = Publisher(self._table, self._ledger, self._allocator, self.counts)
         self._namespaces = NamespaceFiles(config)
         self._cleaner = Cleaner(self._table, parts.room, self._ledger, self._namespaces, config.ttl_s)
         self._change = threading.RLock()
@@ -198,7 +198,7 @@ class Store:
             try:
                 self._namespaces.write(digest, text, set(self._table.served))
             except IOFault as exc:  # the file is for people; a full disk must not keep a server from starting
-                self._counts.namespace_errors += 1
+                self.counts.namespace_errors += 1
                 reporter.warn("namespace", f"a namespace file cannot be written: {exc}", error=exc)
             self._table.serve(digest, slot)
             return digest
@@ -291,11 +291,15 @@ class Store:
                     taken = self._allocator.take(slot, n, digest)
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
-        self._counts.refused_reservations += n - len(taken)
+        self.counts.refused_reservations += n - len(taken)
         return taken
 
+    def has_room(self, slot: SlotLayout) -> bool:
+        """Whether one more chunk would evict nothing, as far as this process knows. For registered layouts."""
+        return self._allocator.has_room(slot)
+
     def _keep_waiting(self, exc: Exception) -> None:
-        self._counts.busy += 1
+        self.counts.busy += 1
         reporter.warn("busy", f"the root's lock cannot be had: {exc}", error=exc)
 
     def commit(
@@ -324,7 +328,7 @@ class Store:
                     outcome += self._publisher.publish(digest, items[start : start + TRANSACTION], access)
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
-            self._counts.failed_commits += len(items) - len(outcome)
+            self.counts.failed_commits += len(items) - len(outcome)
             self._table.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
             outcome += [False] * (len(items) - len(outcome))
         except StoreError:
@@ -338,7 +342,7 @@ class Store:
             try:
                 slab.flush()
             except IOFault as exc:
-                self._counts.failed_flushes += 1
+                self.counts.failed_flushes += 1
                 reporter.warn("flush", f"{slab.name} cannot be flushed; what was written is dropped: {exc}", error=exc)
                 with self._table.lock:  # of whatever was written in it by now
                     slab.doubted.update(slab.owners.values())
@@ -425,15 +429,10 @@ class Store:
         if self.is_closed and not closed_ok:
             raise StoreError(f"the store at {self.config.root} is closed")
 
-    def count_scrubbed(self, nbytes: int) -> None:
-        """A scrub has found a chunk of `nbytes` bytes to be right."""
-        self._counts.scrubbed_chunks += 1
-        self._counts.scrubbed_bytes += nbytes
-
     def stats(self) -> StoreStats:
         """Counters and gauges; takes the table's lock alone."""
         self._check(closed_ok=True)
-        return gather(self.config, self.weight_epoch, self._counts, self._parts, self.write_budget)
+        return gather(self.config, self.weight_epoch, self.counts, self._parts, self.write_budget)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Writes the index down and gives the root back. Closing twice is fine; in a fork's child it does nothing.

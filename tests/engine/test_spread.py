@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from math import inf
 from pathlib import Path
 
 import pytest
 
+from kvxfer.engine import TransferEngine
 from kvxfer.errors import ConfigError, EngineClosed, LayoutError
+from kvxfer.intake import Outlook
 from kvxfer.jobs import Status
 from kvxfer.policy import LRUPolicy
 from kvxfer.results import TransferResult
-from kvxfer.spread import SpreadEngine
+from kvxfer.spread import LAG_S, SpreadEngine
 from kvxfer.testing import FaultyIO
 from tests.engine.rig import GEOMETRY, Node, expect, keys_of
 from tests.oracle import Model
@@ -256,6 +259,41 @@ def test_a_drive_that_comes_back_gets_its_share_and_no_more(tmp_path: Path) -> N
         drives.nodes[0].writer.turn_on()
         assert drives.put(range(12, N)).bitmap.all()
         assert abs(sum(drives.home(number) for number in range(12, N)) - (N - 12) / 2) <= 1
+
+
+def test_a_drive_that_lags_behind_gets_nothing_until_it_has_caught_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: dict[object, Outlook] = {}
+    monkeypatch.setattr(TransferEngine, "outlook", property(lambda engine: looks.get(engine, Outlook(inf, True, 0.0))))
+    with Drives(tmp_path, weights=(5, 1)) as drives:
+        first, second = (node.writer for node in drives.nodes)
+        looks[first] = Outlook(inf, True, 2 * LAG_S)
+        assert drives.put(range(8)).bitmap.all()
+        assert [drives.home(number) for number in range(8)] == [1] * 8
+        looks[second] = Outlook(inf, False, 1.6 * LAG_S)  # both are slow, and one would have to evict
+        assert drives.put(range(8, 14)).bitmap.all()
+        assert [drives.home(number) for number in range(8, 14)] == [0] * 6
+        looks[first] = Outlook(inf, False, 2 * LAG_S)  # nothing speaks for either: by weight
+        assert drives.put(range(14, N)).bitmap.all()
+        assert {drives.home(number) for number in range(14, N)} == {0, 1}
+        assert drives.get(range(N)).bitmap.all()
+
+
+def stored_by(node: Node, number: int) -> bool:
+    node.writer.submit_store(number, keys_of([number]), [number % BLOCKS])
+    return bool(node.writer.wait([number])[number].bitmap.all())
+
+
+def test_there_is_room_until_the_next_chunk_would_push_one_out(tmp_path: Path) -> None:
+    with Drives(tmp_path) as drives:
+        node = drives.nodes[0]
+        for number in range(100, 3000):
+            if not node.writer.outlook.has_room:
+                break
+            assert stored_by(node, number) and not sum(node.store.stats().evictions.values())
+        assert number < 2999
+        assert stored_by(node, 3000) and sum(node.store.stats().evictions.values()) > 0
 
 
 def test_a_chunk_that_no_load_can_reach_is_stored_on_another_drive(tmp_path: Path) -> None:
