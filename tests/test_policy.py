@@ -299,3 +299,34 @@ def test_what_comes_and_goes_leaves_nothing_behind(make: Linked) -> None:
     assert len(chains) <= len(held)
     assert all(len(order._back) <= 2 * len(order._returned) + 65 for order in orders)
     assert not policy._pinned  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", BY_NAME)
+def test_evictions_that_are_undone_in_any_order_leave_the_chain_as_it_was(policy: str) -> None:
+    for removed in itertools.permutations(range(3)):
+        for back in itertools.permutations(range(3)):
+            made: CachePolicy[int] = make_policy(policy, name_of=lambda x: x)
+            for item in range(3):
+                made.insert(item)
+            made.chain(range(3), range(3))
+            victims = made.victims(3)
+            for place in removed:
+                made.remove(victims[place])
+            for place in back:
+                made.insert(victims[place])
+            assert made.unreachable == 0
+            assert made.victims(3) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("policy", BY_NAME)
+def test_what_is_undone_follows_what_was_stored_anew_under_the_name_it_followed(policy: str) -> None:
+    made: CachePolicy[tuple[int, int]] = make_policy(policy, name_of=lambda item: item[0])
+    for number in range(2):
+        made.insert((number, 0))
+    made.link((1, 0), (0, 0))
+    for victim in made.victims(2):
+        made.remove(victim)
+    made.insert((0, 1))
+    made.insert((1, 0))
+    assert made.unreachable == 0
+    assert made.victims(2) == [(1, 0), (0, 1)]

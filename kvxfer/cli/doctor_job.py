@@ -20,7 +20,7 @@ from kvxfer.io.uring import try_uring
 from kvxfer.layout import kvx1_slot, row_mapping
 from kvxfer.nvml import Gpus, ask_gpus
 from kvxfer.slot import MAX_BLOCKS, SlotLayout
-from kvxfer.store.root import FORMAT, ROOT_FILE, read_root
+from kvxfer.store.root import ROOT_FILE, read_root
 from kvxfer.topology import Drive, drive_of
 
 MAX_CHUNK_BYTES = 16 << 30
@@ -286,5 +286,5 @@ def _try(path: Path) -> Directory:
         uring=uring,
         uring_why=uring_why,
         alignment=alignment,
-        root=None if info is None else {"format": FORMAT, **asdict(info)},
+        root=None if info is None else info.body(),
     )

@@ -33,6 +33,8 @@ class RankedPolicy(CachePolicy[T]):
         self._named: dict[T, tuple[Order[T], int]] = {}
         # Of these, the ones that were removed since: also the name of what each followed.
         self._evicted: dict[T, tuple[Order[T], int, Hashable | None]] = {}
+        # What was inserted while there were such, by name: what is undone may follow it, and no node says so.
+        self._since: dict[Hashable, T] = {}
 
     # ---- what a policy says of itself ----------------------------------------------------------------------
 
@@ -81,7 +83,10 @@ class RankedPolicy(CachePolicy[T]):
             self._peak = self._known
         chains = self._chains
         hidden = chains.missing and chains.enter(self._name_of(item), item)
-        place = self._evicted.pop(item, None) if self._evicted else None
+        place = None
+        if self._evicted:
+            self._since[self._name_of(item)] = item
+            place = self._evicted.pop(item, None)
         if place is None:
             self._enter(item)
         else:
@@ -89,7 +94,7 @@ class RankedPolicy(CachePolicy[T]):
             order.put(item, number)
             self._undo(item, order)
             if before is not None:
-                chains.learn((before, self._name_of(item)), (None, item))
+                chains.learn((before, self._name_of(item)), (self._since.get(before), item))
         if hidden:
             self._order_of(item).hide(item)
 
@@ -122,6 +127,8 @@ class RankedPolicy(CachePolicy[T]):
             self._put_back(0)
         self._known -= 1
         self._pinned.discard(item)
+        if self._since:
+            self._since.pop(self._name_of(item), None)
         before: Hashable | None = None
         if len(self._chains) and (node := self._chains.node(self._name_of(item))) is not None:
             before = None if node.parent is None else node.parent.name
@@ -175,7 +182,7 @@ class RankedPolicy(CachePolicy[T]):
         named, chains = self._named, self._chains
         if len(named) > n:
             self._put_back(max(0, n))
-        self._evicted = {}
+        self._evicted, self._since = {}, {}
         while len(named) < n and (item := self._least()) is not None:
             order = self._order_of(item)
             named[item] = order, order.remove(item)

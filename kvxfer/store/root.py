@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from kvxfer.config import StoreConfig
 from kvxfer.errors import ConfigError, FormatError, IOFault, KvxferError
@@ -47,6 +48,17 @@ class RootInfo:
         """The same, opened with the limits and the durability of `config`."""
         limits = {name: getattr(config, name) for name in _LIMITS}
         return replace(self, limits=limits, durability=config.durability)
+
+    def body(self) -> dict[str, Any]:
+        """As JSON has it."""
+        known = {
+            "format": FORMAT,
+            "alignment": self.alignment,
+            "weight_epoch": self.weight_epoch,
+            "limits": dict(self.limits),
+            "durability": self.durability,
+        }
+        return known | ({"quotas": quotas_object(self.quotas)} if self.quotas else {})
 
     def config(self, root: Path) -> StoreConfig:
         """A configuration with the limits and the durability with which the root was opened last.
@@ -188,14 +200,7 @@ def write_root(root: Path, info: RootInfo) -> None:
     Raises:
         IOFault: it could not be written; the old one is as it was.
     """
-    body = {
-        "format": FORMAT,
-        "alignment": info.alignment,
-        "weight_epoch": info.weight_epoch,
-        "limits": dict(info.limits),
-        "durability": info.durability,
-    } | ({"quotas": quotas_object(info.quotas)} if info.quotas else {})
-    replace_file(root / ROOT_FILE, json.dumps(body).encode() + b"\n")
+    replace_file(root / ROOT_FILE, json.dumps(info.body()).encode() + b"\n")
 
 
 def make_directories(path: Path, durable: bool) -> None:

@@ -81,7 +81,7 @@ def test_every_case_has_its_rows_and_all_answers_are_right(tmp_path: Path) -> No
     trips = {case.split()[0] for case, names in impls.items() if names[:2] == ["plain", "kvxfer"]}
     assert trips == {"store", "load"}
     assert sum(case.startswith("load") for case in impls) == 4
-    assert any(names == ["plain", "kvxfer", "plain + copy", "plain 256 KiB"] for names in impls.values())
+    assert any(names[:4] == ["plain", "kvxfer", "plain + copy", "plain 256 KiB"] for names in impls.values())
     assert exit_status(table.rows) == 0
     text = out.getvalue()
     assert "vs first" in text

