@@ -454,7 +454,7 @@ class Table:
         with self.lock:
             for entry in entries:
                 if entry.dead and entry.slab.entries.get(entry.slot) is entry:
-                    entry.dead = False
+                    entry.dead, entry.after = False, b""  # a policy need not know any more what it follows
                     self._put(entry)
 
     def _detach(self, entry: Entry) -> None:
