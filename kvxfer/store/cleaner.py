@@ -61,7 +61,7 @@ class Cleaner:
         """Takes out those of at most STEP entries that are still there; (chunks, bytes of their slots).
 
         Args:
-            wipe: their first trailer pages are overwritten, so that no rebuild of the index finds them again.
+            wipe: their first trailer pages are overwritten, on the device, so that no rebuild finds them again.
 
         Raises:
             StoreError: the index could not be told; they are misses all the same.
@@ -73,8 +73,7 @@ class Cleaner:
             raise StoreError("the index could not be written: what was taken out may be there again at the next open")
         return len(gone), sum(entry.slab.slot_bytes for entry in gone)
 
-    @staticmethod
-    def _wipe(entries: Iterable[Entry]) -> None:
+    def _wipe(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             layout = entry.slab.layout
             page = AlignedBuffer(layout.alignment, layout.alignment)
@@ -83,6 +82,12 @@ class Cleaner:
                 entry.slab.write(page, entry.slot_offset + layout.payload_stride)
             except IOFault as exc:
                 reporter.warn("wipe", f"a removed chunk's trailer cannot be overwritten: {exc}", error=exc)
+        for slab in {entry.slab for entry in entries}:  # or a power cut brings back what the index knows no more
+            try:
+                slab.flush()
+            except IOFault as exc:
+                reporter.warn("wipe", f"{slab.name} cannot be flushed; what was removed may return: {exc}", error=exc)
+                self._table.doubt(slab)
 
     def drop_empty_slabs(self) -> tuple[int, int]:
         """Removes slabs in which nothing is, and that nobody writes into; (slabs, bytes of their files)."""

@@ -383,8 +383,7 @@ class Store:
             except IOFault as exc:
                 self._counts.failed_flushes += 1
                 reporter.warn("flush", f"{slab.name} cannot be flushed; what was written is dropped: {exc}", error=exc)
-                with self._table.lock:  # of whatever was written in it by now
-                    slab.doubted.update(slab.owners.values())
+                self._table.doubt(slab)
 
     def release(self, reservations: Iterable[Reservation]) -> None:
         """Gives slots back unwritten, or those in quarantine whose write has returned."""

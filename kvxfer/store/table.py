@@ -276,6 +276,11 @@ class Table:
                 self.reserved -= 1
                 self.quarantined += 1
 
+    def doubt(self, slab: SlabFile) -> None:
+        """A flush failed: whatever was written in a slab by now and is not committed may not be on the device."""
+        with self.lock:
+            slab.doubted.update(slab.owners.values())
+
     def _settle_reservation(self, reservation: Reservation, told: bool = False) -> None:
         if reservation.state is SlotState.RESERVED:
             self.reserved -= 1
