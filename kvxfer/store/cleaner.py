@@ -104,7 +104,7 @@ class Cleaner:
         return sum([self._namespaces.remove(digest) for digest in digests])
 
     def _used(self, entry: Entry) -> int:
-        return self._table.uses.at(entry.slab.slab_id, entry.slot) or int(uses.clock())
+        return self._table.uses.at(entry.slab.slab_id, entry.slot) or uses.now()
 
     # ---- by itself ---------------------------------------------------------------------------------------
 
@@ -113,27 +113,34 @@ class Cleaner:
         """Whether `tend` would find something to do."""
         return time.monotonic() >= self._next_tend
 
-    def tend(self) -> None:
-        """Says now and then that the namespaces served here are in use, and takes out what is past the store's ttl."""
+    def tend(self) -> bool:
+        """Says now and then that the namespaces served here are in use, and takes out what is past the store's ttl.
+
+        Returns:
+            False where the index could not be told; they are misses all the same, and it is told later.
+        """
         if not self.is_due:
-            return
+            return True
         now = time.monotonic()
         if now >= self._next_touch:
             self._next_touch = now + uses.GRAIN_S
             self._namespaces.touch(set(self._table.served))
         if self._ttl_s is None:
             self._next_tend = self._next_touch
-            return
+            return True
         old = self._expired(self._ttl_s)
         if len(old) < STEP:  # else there are more: the others get the lock in between
             self._next_tend = now + min(TEND_S, max(1.0, self._ttl_s / 10))
-        if old:
+        try:
             self.drop(old, "expired", wipe=False)
+        except StoreError:
+            return False
+        return True
 
     def _expired(self, ttl_s: float) -> list[Entry]:
         """At most STEP entries that were certainly not used for `ttl_s`."""
         found: list[Entry] = []
-        cutoff = uses.clock() - ttl_s - uses.GRAIN_S
+        cutoff = uses.now() - ttl_s - uses.GRAIN_S
         for slab in self._table.slabs():
             with self._table.lock:  # for one slab at a time: pins wait for it
                 old = [slab.entries.get(slot) for slot in self._table.uses.before(slab.slab_id, cutoff)]

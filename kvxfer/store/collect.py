@@ -91,7 +91,7 @@ def plan(seen: Survey, selection: Selection) -> Plan:
             f"the index of {seen.root} cannot be used ({seen.index.why}): try again at a quieter moment if servers "
             "have it open, else `kvxfer rebuild-index` first"
         )
-    now = uses.clock()
+    now = uses.now()
     since = _ago(now, selection.unused_for_s)
     records: dict[bytes, list[IndexRecord]] = defaultdict(list)
     for record in seen.index.records:

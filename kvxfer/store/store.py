@@ -414,9 +414,7 @@ class Store:
                     self._follower.reap()
                     self._follower.retry()
                 done = usable and self._ledger.settle()
-                if done:
-                    self._cleaner.tend()
-                return done
+                return done and self._cleaner.tend()
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
             return False

@@ -219,12 +219,11 @@ class Table:
             removable = [slab for slab in removable if self.shares.may_lose(slab.entries.values())]
             return min(removable, key=lambda slab: slab.last_used, default=None)
 
-    def coldest_layout(self) -> SlotLayout | None:
-        """The layout whose first victim was used longest ago; None where there is no victim at all."""
+    def coldest_layouts(self) -> list[SlotLayout]:
+        """The layouts that have a victim, by when their first one was used last: the longest ago first."""
         with self.lock:
-            firsts = [slots.policy.first() for slots in self.classes.values()]
-            coldest = min(filter(None, firsts), key=lambda victim: victim.tick, default=None)
-            return None if coldest is None else coldest.slab.layout
+            firsts = [first for slots in self.classes.values() if (first := slots.policy.first()) is not None]
+            return [victim.slab.layout for victim in sorted(firsts, key=lambda victim: victim.tick)]
 
     def next_victim_tick(self, layout: SlotLayout) -> int | None:
         """When the first victim of a class was used last; None if it has none."""

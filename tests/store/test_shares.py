@@ -15,7 +15,6 @@ from kvxfer.policy import POLICIES, ARCPolicy, LRUPolicy
 from kvxfer.store import Store
 from kvxfer.store.collect import reset
 from kvxfer.store.root import change_root
-from kvxfer.testing import FaultyIO
 from tests.cli.commands import json_of
 from tests.store import rig
 
@@ -259,7 +258,7 @@ def test_what_is_protected_hides_nothing_that_may_go(root: Path, policy: str) ->
             assert store.lookup_prefix(a, names) == 60
 
 
-def test_a_quota_that_the_index_does_not_hear_of_costs_no_order(opened: Opened, root: Path, faults: FaultyIO) -> None:
+def test_a_quota_that_the_index_does_not_hear_of_costs_no_order(opened: Opened, root: Path) -> None:
     store = opened()
     a = store.register(rig.namespace(), rig.ROW)
     names = [group_key(i) for i in range(20)]
@@ -271,9 +270,10 @@ def test_a_quota_that_the_index_does_not_hear_of_costs_no_order(opened: Opened, 
     assert store.lookup_prefix(a, names) == 20
     store.touch(a, names)
     set_quota(root, a, "--clear")
-    for start in range(1000, 1000 + 2 * FULL, 7):
-        assert all(rig.put(store, a, [group_key(i) for i in range(start, start + 7)]))
-        assert store.stats().unreachable_entries == 0
+    for i in range(1000, 1000 + FULL):
+        assert all(rig.put(store, a, [group_key(i)]))
+        assert store.lookup_prefix(a, names) == sum(store.contains(a, name) for name in names)
+    assert not store.contains(a, names[0])
 
 
 def test_quotas_outlive_epochs_in_which_nobody_registers(opened: Opened, root: Path) -> None:
@@ -290,3 +290,31 @@ def test_quotas_outlive_epochs_in_which_nobody_registers(opened: Opened, root: P
     a = store.register(rig.namespace(), rig.ROW)
     put(store, a, 0, 20)
     assert len(store.keys(a)) <= 5
+
+
+def test_where_all_of_one_layout_is_protected_another_one_gives(opened: Opened, root: Path) -> None:
+    store = opened(writers=1)
+    a, b = store.register(rig.namespace(), rig.ROW), store.register(rig.namespace(model="b"), rig.ROW)
+    assert put(store, a, 0, 105) == 105
+    set_quota(root, a, "--at-least", 105 * SLOT)
+    other = store.register(rig.namespace(model="c", blocks_per_chunk=8), rig.SHARED)
+    for start in range(2000, 3000, 10):
+        rig.put(store, other, [rig.key(i) for i in range(start, start + 10)], rig.SHARED)
+    assert put(store, b, 5000, 30) == 30
+    assert held(store, a) == 105
+    assert store.keys(other)
+
+
+def test_where_the_index_is_full_of_what_is_protected_another_layout_gives(opened: Opened, root: Path) -> None:
+    store = opened(writers=1)
+    store._index.max_entries = 100
+    a = store.register(rig.namespace(), rig.ROW)
+    assert put(store, a, 0, 60) == 60
+    other = store.register(rig.namespace(model="c", blocks_per_chunk=8), rig.SHARED)
+    names = [rig.key(i) for i in range(2000, 2060)]
+    for start in range(0, 60, 10):
+        assert all(rig.put(store, other, names[start : start + 10], rig.SHARED))
+    a_left = len(store.keys(a))
+    set_quota(root, a, "--at-least", 60 * SLOT)
+    assert all(rig.put(store, other, [rig.key(i) for i in range(3000, 3010)], rig.SHARED))
+    assert len(store.keys(a)) == a_left
