@@ -13,6 +13,7 @@ from kvxfer.store import uses
 from kvxfer.store.entry import Entry
 from kvxfer.store.ledger import Ledger
 from kvxfer.store.namespaces import NamespaceFiles
+from kvxfer.store.rebuild import read_record
 from kvxfer.store.room import SlabRoom
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.table import Table
@@ -68,21 +69,38 @@ class Cleaner:
         """
         gone = [entry for entry in entries[:STEP] if self._table.doom(entry, reason)]
         if wipe:  # while the index names them still, and so nobody has their slots
-            self._wipe(gone)
+            self._wipe([(entry.slab, entry.slot) for entry in gone])
         if not self._ledger.settle():
             raise StoreError("the index could not be written: what was taken out may be there again at the next open")
         return len(gone), sum(entry.slab.slot_bytes for entry in gone)
 
-    def _wipe(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            layout = entry.slab.layout
+    def wipe_free(self, slab: SlabFile, first: int, digests: Collection[bytes]) -> None:
+        """Overwrites what up to STEP free slots, `first` and those after it, still say of chunks of these namespaces.
+
+        They were evicted or replaced; a rebuild of the index would find them.
+        """
+        if slab.retired:
+            return
+        layout, found = slab.layout, []
+        buffer = AlignedBuffer(layout.num_trailers * layout.alignment, layout.alignment)
+        for slot in range(first, min(first + STEP, slab.usable)):
+            if slot in slab.entries or slot in slab.lessees or slot in slab.owners:
+                continue
+            record = read_record(slab, slot, buffer)[0]
+            if record is not None and record.digest in digests:
+                found.append((slab, slot))
+        self._wipe(found)
+
+    def _wipe(self, slots: Collection[tuple[SlabFile, int]]) -> None:
+        for slab, slot in slots:
+            layout = slab.layout
             page = AlignedBuffer(layout.alignment, layout.alignment)
             page.array[:] = 0
             try:
-                entry.slab.write(page, entry.slot_offset + layout.payload_stride)
+                slab.write(page, slab.slot_offset(slot) + layout.payload_stride)
             except IOFault as exc:
                 reporter.warn("wipe", f"a removed chunk's trailer cannot be overwritten: {exc}", error=exc)
-        for slab in {entry.slab for entry in entries}:  # or a power cut brings back what the index knows no more
+        for slab in {slab for slab, _ in slots}:  # or a power cut brings back what the index knows no more
             try:
                 slab.flush()
             except IOFault as exc:

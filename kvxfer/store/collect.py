@@ -158,6 +158,8 @@ def carry_out(root: Path, wanted: Plan) -> Removed:
         digests = {p.view.digest for p in wanted.parts if since is None or latest.get(p.view.digest, 0) < since}
         whole = {part.view.digest for part in wanted.parts if part.whole} & digests
         removed = _drop(store, all_of(digests, wanted.unused_since))
+        if whole:
+            _wipe_free(store, whole)
         with store.cleaning() as cleaner:
             removed.namespaces = cleaner.drop_namespaces(whole - quota_bearers(root))
         return removed
@@ -190,6 +192,16 @@ def _drop(store: Store, chosen: Chosen) -> Removed:
     with store.cleaning() as cleaner:
         removed.slabs, removed.slab_bytes = cleaner.drop_empty_slabs()
     return removed
+
+
+def _wipe_free(store: Store, digests: set[bytes]) -> None:
+    """What was evicted or replaced of these namespaces comes back no more either, whatever becomes of the index."""
+    with store.cleaning() as cleaner:
+        slabs = cleaner.slabs()
+    for slab in slabs:
+        for first in range(0, slab.usable, STEP):
+            with store.cleaning() as cleaner:
+                cleaner.wipe_free(slab, first, digests)
 
 
 def rebuild_index(root: Path) -> tuple[int, int]:
