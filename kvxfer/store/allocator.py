@@ -57,7 +57,11 @@ class Allocator:
             elif reclaim and made is not Made.FAILED and self._reclaim_colder(slot):
                 # A disk that is full may be full of others' files, and stay so: one slab is enough of a try.
                 made, reclaim = Made.YES, made is Made.OVER_CAP
-            elif not self._evict(slot, min(n - len(taken), TRANSACTION), "capacity"):
+            elif self._evict(slot, min(n - len(taken), TRANSACTION), "capacity"):
+                pass
+            elif made is Made.OVER_CAP and self._reclaim_colder(slot, protected=True):
+                made = Made.YES
+            else:
                 break
 
     def _lease(self, taken: list[Reservation]) -> bool:
@@ -74,8 +78,8 @@ class Allocator:
         """How many more entries the index can name, once the coldest ones, of any layout, made way for `n`."""
         table, most = self._table, self._index.max_entries
         while (short := self._named() + min(n, most) - most) > 0:
-            layout = table.coldest_layout() or slot
-            if not self._evict(layout, min(short, TRANSACTION), "index"):
+            # A layout all of whose entries are protected has none to give.
+            if not any(self._evict(layout, min(short, TRANSACTION), "index") for layout in table.coldest_layouts()):
                 break
         return max(0, most - self._named())
 
@@ -100,10 +104,17 @@ class Allocator:
         self._table.reinstate(victims)
         return False
 
-    def _reclaim_colder(self, slot: SlotLayout) -> bool:
-        """Removes the coldest slab of another layout, if this one has nothing that was used less recently."""
+    def _reclaim_colder(self, slot: SlotLayout, *, protected: bool = False) -> bool:
+        """Removes the coldest slab of another layout, if this one has nothing that was used less recently.
+
+        Args:
+            protected: what this one has cannot go, however long ago it was used.
+        """
         slab = self._table.coldest_other(slot)
         own = self._table.next_victim_tick(slot)
+        if protected and own is None:
+            return False  # nothing was in the way before either
+        own = None if protected else own
         if slab is None or (own is not None and own <= slab.last_used):
             return False
         if (entries := self._table.detach_slab(slab)) is None:

@@ -13,6 +13,7 @@ from kvxfer.store import uses
 from kvxfer.store.entry import Entry
 from kvxfer.store.ledger import Ledger
 from kvxfer.store.namespaces import NamespaceFiles
+from kvxfer.store.rebuild import read_record
 from kvxfer.store.room import SlabRoom
 from kvxfer.store.slab import SlabFile
 from kvxfer.store.table import Table
@@ -61,28 +62,50 @@ class Cleaner:
         """Takes out those of at most STEP entries that are still there; (chunks, bytes of their slots).
 
         Args:
-            wipe: their first trailer pages are overwritten, so that no rebuild of the index finds them again.
+            wipe: their first trailer pages are overwritten, on the device, so that no rebuild finds them again.
 
         Raises:
             StoreError: the index could not be told; they are misses all the same.
         """
         gone = [entry for entry in entries[:STEP] if self._table.doom(entry, reason)]
         if wipe:  # while the index names them still, and so nobody has their slots
-            self._wipe(gone)
+            self._wipe([(entry.slab, entry.slot) for entry in gone])
         if not self._ledger.settle():
             raise StoreError("the index could not be written: what was taken out may be there again at the next open")
         return len(gone), sum(entry.slab.slot_bytes for entry in gone)
 
-    @staticmethod
-    def _wipe(entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            layout = entry.slab.layout
+    def wipe_free(self, slab: SlabFile, first: int, digests: Collection[bytes]) -> None:
+        """Overwrites what up to STEP free slots, `first` and those after it, still say of chunks of these namespaces.
+
+        They were evicted or replaced; a rebuild of the index would find them.
+        """
+        if slab.retired:
+            return
+        layout, found = slab.layout, []
+        buffer = AlignedBuffer(layout.num_trailers * layout.alignment, layout.alignment)
+        for slot in range(first, min(first + STEP, slab.usable)):
+            if slot in slab.entries or slot in slab.lessees or slot in slab.owners:
+                continue
+            record = read_record(slab, slot, buffer)[0]
+            if record is not None and record.digest in digests:
+                found.append((slab, slot))
+        self._wipe(found)
+
+    def _wipe(self, slots: Collection[tuple[SlabFile, int]]) -> None:
+        for slab, slot in slots:
+            layout = slab.layout
             page = AlignedBuffer(layout.alignment, layout.alignment)
             page.array[:] = 0
             try:
-                entry.slab.write(page, entry.slot_offset + layout.payload_stride)
+                slab.write(page, slab.slot_offset(slot) + layout.payload_stride)
             except IOFault as exc:
                 reporter.warn("wipe", f"a removed chunk's trailer cannot be overwritten: {exc}", error=exc)
+        for slab in {slab for slab, _ in slots}:  # or a power cut brings back what the index knows no more
+            try:
+                slab.flush()
+            except IOFault as exc:
+                reporter.warn("wipe", f"{slab.name} cannot be flushed; what was removed may return: {exc}", error=exc)
+                self._table.doubt(slab)
 
     def drop_empty_slabs(self) -> tuple[int, int]:
         """Removes slabs in which nothing is, and that nobody writes into; (slabs, bytes of their files)."""
@@ -99,7 +122,7 @@ class Cleaner:
         return sum([self._namespaces.remove(digest) for digest in digests])
 
     def _used(self, entry: Entry) -> int:
-        return self._table.uses.at(entry.slab.slab_id, entry.slot) or int(uses.clock())
+        return self._table.uses.at(entry.slab.slab_id, entry.slot) or uses.now()
 
     # ---- by itself ---------------------------------------------------------------------------------------
 
@@ -108,27 +131,34 @@ class Cleaner:
         """Whether `tend` would find something to do."""
         return time.monotonic() >= self._next_tend
 
-    def tend(self) -> None:
-        """Says now and then that the namespaces served here are in use, and takes out what is past the store's ttl."""
+    def tend(self) -> bool:
+        """Says now and then that the namespaces served here are in use, and takes out what is past the store's ttl.
+
+        Returns:
+            False where the index could not be told; they are misses all the same, and it is told later.
+        """
         if not self.is_due:
-            return
+            return True
         now = time.monotonic()
         if now >= self._next_touch:
             self._next_touch = now + uses.GRAIN_S
             self._namespaces.touch(set(self._table.served))
         if self._ttl_s is None:
             self._next_tend = self._next_touch
-            return
+            return True
         old = self._expired(self._ttl_s)
         if len(old) < STEP:  # else there are more: the others get the lock in between
             self._next_tend = now + min(TEND_S, max(1.0, self._ttl_s / 10))
-        if old:
+        try:
             self.drop(old, "expired", wipe=False)
+        except StoreError:
+            return False
+        return True
 
     def _expired(self, ttl_s: float) -> list[Entry]:
         """At most STEP entries that were certainly not used for `ttl_s`."""
         found: list[Entry] = []
-        cutoff = uses.clock() - ttl_s - uses.GRAIN_S
+        cutoff = uses.now() - ttl_s - uses.GRAIN_S
         for slab in self._table.slabs():
             with self._table.lock:  # for one slab at a time: pins wait for it
                 old = [slab.entries.get(slot) for slot in self._table.uses.before(slab.slab_id, cutoff)]

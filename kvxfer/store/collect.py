@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvxfer.errors import ConfigError, StoreError
@@ -13,7 +13,7 @@ from kvxfer.store.cleaner import STEP, Chosen, all_of
 from kvxfer.store.members import RootLock
 from kvxfer.store.namespaces import named_digests
 from kvxfer.store.records import IndexRecord
-from kvxfer.store.root import INDEX, NAMESPACES, read_root
+from kvxfer.store.root import INDEX, NAMESPACES, quota_bearers, read_root, write_root
 from kvxfer.store.store import Store
 from kvxfer.store.survey import NamespaceView, Survey
 
@@ -91,7 +91,7 @@ def plan(seen: Survey, selection: Selection) -> Plan:
             f"the index of {seen.root} cannot be used ({seen.index.why}): try again at a quieter moment if servers "
             "have it open, else `kvxfer rebuild-index` first"
         )
-    now = uses.clock()
+    now = uses.now()
     since = _ago(now, selection.unused_for_s)
     records: dict[bytes, list[IndexRecord]] = defaultdict(list)
     for record in seen.index.records:
@@ -156,11 +156,12 @@ def carry_out(root: Path, wanted: Plan) -> Removed:
             latest = cleaner.last_used()
         since = wanted.namespaces_since
         digests = {p.view.digest for p in wanted.parts if since is None or latest.get(p.view.digest, 0) < since}
+        whole = {part.view.digest for part in wanted.parts if part.whole} & digests
         removed = _drop(store, all_of(digests, wanted.unused_since))
+        if whole:
+            _wipe_free(store, whole)
         with store.cleaning() as cleaner:
-            removed.namespaces = cleaner.drop_namespaces(
-                part.view.digest for part in wanted.parts if part.whole and part.view.digest in digests
-            )
+            removed.namespaces = cleaner.drop_namespaces(whole - quota_bearers(root))
         return removed
 
 
@@ -176,7 +177,7 @@ def reset(root: Path) -> tuple[Removed, int]:
         epoch = store.bump_epoch()
         removed = _drop(store, lambda entry, used: True)
         with store.cleaning() as cleaner:
-            removed.namespaces = cleaner.drop_namespaces(named_digests(root / NAMESPACES))
+            removed.namespaces = cleaner.drop_namespaces(named_digests(root / NAMESPACES) - quota_bearers(root))
         return removed, epoch
 
 
@@ -191,6 +192,16 @@ def _drop(store: Store, chosen: Chosen) -> Removed:
     with store.cleaning() as cleaner:
         removed.slabs, removed.slab_bytes = cleaner.drop_empty_slabs()
     return removed
+
+
+def _wipe_free(store: Store, digests: set[bytes]) -> None:
+    """What was evicted or replaced of these namespaces comes back no more either, whatever becomes of the index."""
+    with store.cleaning() as cleaner:
+        slabs = cleaner.slabs()
+    for slab in slabs:
+        for first in range(0, slab.usable, STEP):
+            with store.cleaning() as cleaner:
+                cleaner.wipe_free(slab, first, digests)
 
 
 def rebuild_index(root: Path) -> tuple[int, int]:
@@ -215,6 +226,11 @@ def rebuild_index(root: Path) -> tuple[int, int]:
                 trust.unmark(root / INDEX)
     finally:
         lock.drop()
-    with Store.open_existing(root) as store:
+    # With "none" slots are not read for a lost index: so as "process", which nobody who opens it meanwhile may join.
+    scanning = "process" if info.durability == "none" else info.durability
+    with Store.open(replace(info.config(root), durability=scanning)) as store:
+        if scanning != info.durability:
+            with store.cleaning():
+                write_root(root, replace(read_root(root) or info, durability=info.durability))
         stats = store.stats()
         return stats.slabs, stats.entries

@@ -54,18 +54,30 @@ def _scan_slab(slab: SlabFile) -> Scan:
     nbytes = layout.num_trailers * layout.alignment
     buffer = AlignedBuffer(nbytes, layout.alignment)
     for slot in range(slab.usable):
-        offset = slab.slot_offset(slot) + layout.payload_stride
-        try:
-            moved = slab.read(buffer, nbytes, offset)
-        except IOFault as exc:
-            reporter.warn("scan", f"a slot cannot be read and counts as free: {exc}", error=exc)
-            continue
-        if moved == nbytes:
-            pages = [parse_page(buffer.address + i * layout.alignment, layout) for i in range(layout.num_trailers)]
-            part.epochs |= {page.generation >> 32 for page in pages if page is not None}
-            if (record := identify(pages, layout, slab.slab_id, slot)) is not None:
-                part.records.append(record)
+        record, epochs = read_record(slab, slot, buffer)
+        part.epochs |= epochs
+        if record is not None:
+            part.records.append(record)
     return part
+
+
+def read_record(slab: SlabFile, slot: int, buffer: AlignedBuffer) -> tuple[IndexRecord | None, set[int]]:
+    """What a slot holds by its trailers, None where that is nothing or not readable; epochs that its pages name.
+
+    Args:
+        buffer: of the size of a slot's trailers.
+    """
+    layout, nbytes = slab.layout, len(buffer)
+    try:
+        moved = slab.read(buffer, nbytes, slab.slot_offset(slot) + layout.payload_stride)
+    except IOFault as exc:
+        reporter.warn("scan", f"a slot cannot be read and counts as free: {exc}", error=exc)
+        return None, set()
+    if moved != nbytes:
+        return None, set()
+    pages = [parse_page(buffer.address + i * layout.alignment, layout) for i in range(layout.num_trailers)]
+    epochs = {page.generation >> 32 for page in pages if page is not None}
+    return identify(pages, layout, slab.slab_id, slot), epochs
 
 
 def parse_page(address: int, layout: SlotLayout) -> _native.Trailer | None:

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -132,11 +133,29 @@ def raise_weight_epoch(root: Path) -> tuple[int, int]:
 
 def next_epoch(root: Path, info: RootInfo) -> RootInfo:
     """The next weight epoch. Quotas go with their namespaces, as far as files say what those are; others end."""
-    epoch, quotas = info.weight_epoch + 1, {}
-    for digest, quota in info.quotas.items():
-        if (namespace := read_namespace(root / NAMESPACES / digest.hex(), digest)) is not None:
-            quotas[namespace.digest(epoch)] = quota
+    epoch = info.weight_epoch + 1
+    named = {namespace.digest(info.weight_epoch): namespace for namespace in _namespaces(root).values()}
+    quotas = {named[digest].digest(epoch): quota for digest, quota in info.quotas.items() if digest in named}
     return replace(info, weight_epoch=epoch, quotas=quotas)
+
+
+def quota_bearers(root: Path) -> set[bytes]:
+    """Namespaces of other epochs whose files say to whom a quota belongs: nobody may have registered it since."""
+    if (info := read_root(root)) is None or not info.quotas:
+        return set()
+    now = {digest: namespace.digest(info.weight_epoch) for digest, namespace in _namespaces(root).items()}
+    return {digest for digest, current in now.items() if current in info.quotas.keys() - now.keys()}
+
+
+def _namespaces(root: Path) -> dict[bytes, Namespace]:
+    """Those, of any epoch, of which a file says what they are, by digest."""
+    found = {}
+    with suppress(OSError):
+        for name in filter(_DIGEST_NAME.fullmatch, os.listdir(root / NAMESPACES)):
+            digest = bytes.fromhex(name)
+            if (namespace := read_namespace(root / NAMESPACES / name, digest)) is not None:
+                found[digest] = namespace
+    return found
 
 
 def read_namespace(place: Path, digest: bytes) -> Namespace | None:

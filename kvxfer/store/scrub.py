@@ -212,6 +212,7 @@ def _run(known: weakref.ref[Store], stop: threading.Event, bytes_per_s: int) -> 
             store = known()
             if store is None or store.is_closed:
                 return
+            del store  # or it could not go
             reporter.warn("scrub", f"a scrub ended early: {exc}", error=exc)
         except Exception as exc:  # a defect: the next pass may do better, and nobody depends on it
             reporter.warn("scrub", f"a scrub failed: {exc!r}", error=exc)

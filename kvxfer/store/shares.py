@@ -5,9 +5,9 @@ The quotas are in kvxfer.json, so that all processes of a root have the same one
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from kvxfer.errors import ConfigError
@@ -75,12 +75,12 @@ class Shares:
     def victims(self, policy: CachePolicy[Entry], n: int, owner: bytes) -> list[Entry]:
         """Up to n entries that may go to make room for `owner`, in the policy's order, taken out.
 
-        One that is protected counts as used when its turn comes: so none is passed over again and again.
+        One that is protected counts as used when its turn comes, and is held until the search is over: so none is
+        passed over again and again, and none hides those that may go.
         """
         chosen: list[Entry] = []
-        passed: set[Entry] = set()
-        while len(chosen) < n and len(passed) < _PASSED:
-            named = [entry for entry in policy.victims(n - len(chosen)) if entry not in passed]
+        passed: list[Entry] = []
+        while len(chosen) < n and len(passed) < _PASSED and (named := policy.victims(n - len(chosen))):
             kept = []
             for entry in named:
                 if self._may_go(entry, owner):
@@ -90,9 +90,12 @@ class Shares:
                     kept.append(entry)
             for entry in kept:  # after the removals: what a policy remembers of them are evictions
                 policy.touch(entry)
-            passed.update(kept)
-            if not named or not self.quotas:
+                policy.pin(entry)
+            passed += kept
+            if not kept:
                 break
+        for entry in passed:
+            policy.unpin(entry)
         return chosen
 
     def _may_go(self, entry: Entry, owner: bytes) -> bool:
@@ -124,13 +127,13 @@ class Shares:
     def over(self, digest: bytes, slot_bytes: int, n: int) -> list[Entry]:
         """Takes out what a namespace has too much for n more: its own, those first that were used least recently.
 
-        Pinned ones are in use. Some more go, so that it need not be asked for each chunk that comes.
+        Pinned ones are in use, and so is what they follow; an entry goes after all that follow it. Some more go, so
+        that it need not be asked for each chunk that comes.
         """
         room, entries = self._room(digest, slot_bytes), self._entries(digest)
         if room is None or len(entries) + n <= room:
             return []
-        free = [entry for entry in entries.values() if not entry.pins]
-        chosen = heapq.nsmallest(len(entries) + n - room + room // _SLACK, free, key=lambda entry: entry.tick)
+        chosen = _coldest(entries, len(entries) + n - room + room // _SLACK)
         for entry in chosen:
             self._detach(entry)
         return chosen
@@ -138,3 +141,20 @@ class Shares:
     def _room(self, digest: bytes, slot_bytes: int) -> int | None:
         quota = self.quotas.get(digest)
         return None if quota is None or quota.at_most is None else quota.at_most // slot_bytes
+
+
+def _coldest(entries: Mapping[bytes, Entry], n: int) -> list[Entry]:
+    """Up to n entries in the order in which they would go: each is worth as much as the best of what follows it."""
+    ranked = sorted(entries.values(), key=lambda entry: (entry.pins > 0, entry.tick), reverse=True)
+    seen: set[Entry] = set()
+    runs: list[list[Entry]] = []  # from the best one's on; each from its end up to what a better one follows as well
+    for entry in ranked:
+        run: list[Entry] = []
+        at: Entry | None = entry
+        while at is not None and at not in seen:
+            seen.add(at)
+            run.append(at)
+            at = entries.get(at.after)
+        if run and not entry.pins:
+            runs.append(run)
+    return list(islice(chain.from_iterable(reversed(runs)), n))

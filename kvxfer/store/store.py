@@ -344,8 +344,7 @@ class Store:
             except IOFault as exc:
                 self.counts.failed_flushes += 1
                 reporter.warn("flush", f"{slab.name} cannot be flushed; what was written is dropped: {exc}", error=exc)
-                with self._table.lock:  # of whatever was written in it by now
-                    slab.doubted.update(slab.owners.values())
+                self._table.doubt(slab)
 
     def release(self, reservations: Iterable[Reservation]) -> None:
         """Gives slots back unwritten, or those in quarantine whose write has returned."""
@@ -376,9 +375,7 @@ class Store:
                     self._follower.reap()
                     self._follower.retry()
                 done = usable and self._ledger.settle()
-                if done:
-                    self._cleaner.tend()
-                return done
+                return done and self._cleaner.tend()
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
             return False

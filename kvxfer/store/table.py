@@ -206,12 +206,11 @@ class Table:
             removable = [slab for slab in removable if self.shares.may_lose(slab.entries.values())]
             return min(removable, key=lambda slab: slab.last_used, default=None)
 
-    def coldest_layout(self) -> SlotLayout | None:
-        """The layout whose first victim was used longest ago; None where there is no victim at all."""
+    def coldest_layouts(self) -> list[SlotLayout]:
+        """The layouts that have a victim, by when their first one was used last: the longest ago first."""
         with self.lock:
-            firsts = [slots.policy.first() for slots in self.classes.values()]
-            coldest = min(filter(None, firsts), key=lambda victim: victim.tick, default=None)
-            return None if coldest is None else coldest.slab.layout
+            firsts = [first for slots in self.classes.values() if (first := slots.policy.first()) is not None]
+            return [victim.slab.layout for victim in sorted(firsts, key=lambda victim: victim.tick)]
 
     def next_victim_tick(self, layout: SlotLayout) -> int | None:
         """When the first victim of a class was used last; None if it has none."""
@@ -262,6 +261,11 @@ class Table:
                 reservation.state = SlotState.QUARANTINED
                 self.reserved -= 1
                 self.quarantined += 1
+
+    def doubt(self, slab: SlabFile) -> None:
+        """A flush failed: whatever was written in a slab by now and is not committed may not be on the device."""
+        with self.lock:
+            slab.doubted.update(slab.owners.values())
 
     def _settle_reservation(self, reservation: Reservation, told: bool = False) -> None:
         if reservation.state is SlotState.RESERVED:
@@ -441,7 +445,7 @@ class Table:
         with self.lock:
             for entry in entries:
                 if entry.dead and entry.slab.entries.get(entry.slot) is entry:
-                    entry.dead = False
+                    entry.dead, entry.after = False, b""  # a policy need not know any more what it follows
                     self._put(entry)
 
     def _detach(self, entry: Entry) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from kvxfer.store.entry import Entry
 from kvxfer.store.records import USE_SLOTS, Item, UsedRow, gone
 
+_LATEST = 2**32 - 1  # that a row can say
 GRAIN_S = 600  # a use that is nearer to the one before it is not written down
 clock: Callable[[], float] = time.time
 
@@ -28,13 +29,13 @@ class UseTimes:
 
     def note(self, slab_id: int, slot: int) -> None:
         """The slot is used now."""
-        block, place, now = slot // USE_SLOTS, slot % USE_SLOTS, int(clock())
+        block, place, at = slot // USE_SLOTS, slot % USE_SLOTS, now()
         try:
             times = self._slabs[slab_id][block]
         except KeyError:
             times = self._block(slab_id, block)
-        if now - times[place] >= GRAIN_S:
-            times[place] = now
+        if at - times[place] >= GRAIN_S:
+            times[place] = at
             self._changed[slab_id, block] = None
 
     def at(self, slab_id: int, slot: int) -> int:
@@ -68,10 +69,10 @@ class UseTimes:
 
     def merge(self, row: UsedRow) -> None:
         """Takes in what another process knows. A time that is yet to come counts as now: a clock was wrong once."""
-        times, now = self._block(row.slab_id, row.block), int(clock())
+        times, latest = self._block(row.slab_id, row.block), now()
         for place, used in enumerate(row.times):
             if used > times[place]:
-                times[place] = min(used, now)
+                times[place] = min(used, latest)
 
     @property
     def has_changed(self) -> bool:
@@ -103,3 +104,8 @@ class UseTimes:
 
     def _row(self, slab_id: int, block: int) -> UsedRow:
         return UsedRow(slab_id, block, tuple(self._slabs[slab_id][block]))
+
+
+def now() -> int:
+    """The time that rows and comparisons with them go by: a clock that is far out keeps nobody from using a chunk."""
+    return min(max(0, int(clock())), _LATEST)

@@ -93,6 +93,25 @@ def test_what_is_chosen_goes_and_nothing_else(
         assert left(tmp_root, stored) == {who: 0 if who in goes else 5 for who in WHO}, "nor do they come back"
 
 
+def test_what_was_evicted_or_replaced_before_does_not_come_back_either(
+    tmp_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [rig.key(i) for i in range(30)]
+    with Store.open(rig.config(tmp_root), housekeeping=False) as store:
+        a, b = store.register(fields("a"), rig.ROW), store.register(fields("c"), rig.ROW)
+        assert all(rig.put(store, a, names, mask=1))
+        assert all(rig.put(store, a, names[:20]))
+        assert all(rig.put(store, b, names))
+        assert all(store.invalidate(entry, "other") for entry in store.pin(a, names[5:]) if entry is not None)
+    code, done = json_of(capsys, "gc", tmp_root, "--tenant", "x", "--yes")
+    assert (code, done["removed"]["chunks"]) == (0, 5)
+    (tmp_root / "index" / "state.json").unlink()
+    with Store.open(rig.config(tmp_root), housekeeping=False) as store:
+        assert store.stats().rebuilds == 1
+        assert store.keys(store.register(fields("a"), rig.ROW)) == []
+        assert rig.check_all(store, store.register(fields("c"), rig.ROW), names) == names
+
+
 def test_by_time(tmp_root: Path, capsys: pytest.CaptureFixture[str], clock: ManualClock) -> None:
     stored = fill(tmp_root)
     clock.advance(5 * DAY)

@@ -6,13 +6,18 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvxfer.errors import ConfigError
 from kvxfer.store import Store, trust
+from kvxfer.store.collect import reset
 from kvxfer.store.index import Index
+from kvxfer.store.root import read_root
+from kvxfer.store.slab import SlabFile
 from kvxfer.testing import FaultyIO
+from tests.cli.commands import json_of
 from tests.store import rig
 from tests.store.sharing import Group
 
@@ -155,3 +160,49 @@ def test_one_that_joins_an_index_that_is_no_use(group: Group, root: Path, durabi
     a.call("maintain")
     assert a.call("check_all", [*range(30)]) == [*found, *range(20, 30)]
     group.agree()
+
+
+def test_a_rebuild_finds_what_none_has_stored(opened: Opened, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = opened(durability="none")
+    digest = keep(store, NAMES)
+    store.close()
+    assert json_of(capsys, "rebuild-index", root, "--yes")[1]["entries"] == len(NAMES)
+    store = opened(durability="none")
+    assert len(rig.check_all(store, store.register(rig.namespace(), rig.ROW), NAMES)) == len(NAMES)
+    assert store.keys(digest)
+    assert read_root(root).durability == "none"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("durability", ["none", "process", "power"])
+def test_what_is_removed_is_overwritten_on_the_device_before_the_index_forgets_it(
+    opened: Opened, root: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    store = opened(durability=durability)
+    keep(store, NAMES)
+    store.close()
+    done: list[object] = []
+    write, flush, apply = SlabFile.write, SlabFile.flush, Index.apply
+
+    def noted_write(slab: SlabFile, *args: Any) -> None:
+        done.append(("write", slab.slab_id))
+        write(slab, *args)
+
+    def noted_flush(slab: SlabFile) -> None:
+        done.append(("flush", slab.slab_id))
+        flush(slab)
+
+    def noted_apply(index: Index, deletes: Any, *args: Any) -> bool:
+        done.append({record.slab_id for record in deletes})
+        return apply(index, deletes, *args)
+
+    monkeypatch.setattr(SlabFile, "write", noted_write)
+    monkeypatch.setattr(SlabFile, "flush", noted_flush)
+    monkeypatch.setattr(Index, "apply", noted_apply)
+    removed, _ = reset(root)
+    assert removed.chunks == len(NAMES)
+    said = [i for i, one in enumerate(done) if isinstance(one, set) and one]
+    for slab_id in {slab_id for i in said for slab_id in done[i]}:  # type: ignore[attr-defined]
+        written = [i for i, one in enumerate(done) if one == ("write", slab_id)]
+        flushed = [i for i, one in enumerate(done) if one == ("flush", slab_id)]
+        assert flushed, "it stays in the machine's memory"
+        assert max(written) < min(flushed) < said[0]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvxfer.errors import StoreError
 from kvxfer.store import Store, scrub
 from kvxfer.store.reading import SlotReader
 from kvxfer.store.records import IndexRecord
@@ -207,3 +210,33 @@ def test_what_cannot_be_read_and_went_is_neither_damaged_nor_unreadable(
     monkeypatch.setattr(SlotReader, "check", check)
     done = scrubbed(store)
     assert (done.chunks, done.changed, done.removed, done.unreadable) == (59, 1, [], [])
+
+
+def test_a_thread_whose_pass_ended_early_keeps_no_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, go_on = threading.Event(), threading.Event()
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if failed.is_set():
+                looked.set()
+                go_on.wait(60)
+            return self.is_set()
+
+    def fail(scrubber: Scrubber) -> Scrubbed:
+        failed.set()
+        raise StoreError("the root is locked")
+
+    looked = threading.Event()
+    monkeypatch.setattr(Scrubber, "run", fail)
+    store = Store.open(rig.config(root), housekeeping=False)
+    known, stop = weakref.ref(store), Stop()
+    scrub.keep_scrubbing(known, stop, 1)
+    try:
+        assert looked.wait(60)
+        assert store.close()
+        del store
+        gc.collect()
+        assert known() is None
+    finally:
+        stop.set()
+        go_on.set()

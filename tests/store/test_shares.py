@@ -11,8 +11,9 @@ import pytest
 
 from kvxfer.cli import main
 from kvxfer.errors import FormatError
-from kvxfer.policy import ARCPolicy, LRUPolicy
+from kvxfer.policy import POLICIES, ARCPolicy, LRUPolicy
 from kvxfer.store import Store
+from kvxfer.store.collect import reset
 from kvxfer.store.root import change_root
 from tests.cli.commands import json_of
 from tests.store import rig
@@ -20,6 +21,11 @@ from tests.store import rig
 Opened = Callable[..., Store]
 SLOT = rig.ROW.slot_bytes
 FULL = 273  # slots of the small store
+
+
+def group_key(i: int) -> bytes:
+    """All of one KV-cache group: those of one call are a chain."""
+    return rig.key(i)[:-4] + bytes(4)
 
 
 def set_quota(root: Path, digest: bytes, *options: object) -> None:
@@ -209,3 +215,106 @@ def test_quotas_that_cannot_be(opened: Opened, root: Path, quotas: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quotas": quotas}))
     with pytest.raises(FormatError, match="quotas"):
         opened()
+
+
+def test_at_its_quota_a_namespace_gives_up_ends_of_chains_before_what_they_follow(opened: Opened, root: Path) -> None:
+    store = opened()
+    a = store.register(rig.namespace(), rig.ROW)
+    old, new, last = [[group_key(i) for i in range(first, first + 10)] for first in (0, 100, 200)]
+    for names in (old, new):
+        assert all(rig.put(store, a, names))
+    set_quota(root, a, "--at-most", 20 * SLOT)
+    for n in range(1, 11):
+        assert all(rig.put(store, a, last[n - 1 : n]))
+        assert (store.lookup_prefix(a, old), store.lookup_prefix(a, new)) == (10 - n, 10)
+        assert store.stats().unreachable_entries == 0
+
+
+def test_at_its_quota_what_a_pinned_chunk_follows_stays(opened: Opened, root: Path) -> None:
+    store = opened()
+    a = store.register(rig.namespace(), rig.ROW)
+    names = [group_key(i) for i in range(10)]
+    assert all(rig.put(store, a, names))
+    pinned = store.pin(a, names[5:6])
+    set_quota(root, a, "--at-most", 10 * SLOT)
+    assert sum(rig.put(store, a, [group_key(i) for i in range(100, 107)])) == 4
+    assert store.lookup_prefix(a, names) == 6
+    store.unpin(pinned)
+    assert all(rig.put(store, a, [group_key(i) for i in range(200, 210)]))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_protected_hides_nothing_that_may_go(root: Path, policy: str) -> None:
+    """Whichever of a policy's orders it is in, and however far in front."""
+    with Store.open(rig.config(root, policy=policy), writers=2, housekeeping=False) as store:
+        a, b = store.register(rig.namespace(), rig.ROW), store.register(rig.namespace(model="b"), rig.ROW)
+        assert put(store, a, 0, 60) == 60
+        set_quota(root, a, "--at-least", 60 * SLOT)
+        names = [rig.key(i) for i in range(60)]
+        for round_ in range(4):
+            for _ in range(round_):
+                store.touch(a, names)
+            assert put(store, b, 1000 * (round_ + 1), FULL, 5) == FULL
+            assert store.lookup_prefix(a, names) == 60
+
+
+def test_a_quota_that_the_index_does_not_hear_of_costs_no_order(opened: Opened, root: Path) -> None:
+    store = opened()
+    a = store.register(rig.namespace(), rig.ROW)
+    names = [group_key(i) for i in range(20)]
+    assert all(rig.put(store, a, names))
+    set_quota(root, a, "--at-most", 20 * SLOT)
+    apply, store._index.apply = store._index.apply, lambda *_: False  # type: ignore[method-assign]
+    assert not any(rig.put(store, a, [group_key(100)]))
+    store._index.apply = apply  # type: ignore[method-assign]
+    assert store.lookup_prefix(a, names) == 20
+    store.touch(a, names)
+    set_quota(root, a, "--clear")
+    for i in range(1000, 1000 + FULL):
+        assert all(rig.put(store, a, [group_key(i)]))
+        assert store.lookup_prefix(a, names) == sum(store.contains(a, name) for name in names)
+    assert not store.contains(a, names[0])
+
+
+def test_quotas_outlive_epochs_in_which_nobody_registers(opened: Opened, root: Path) -> None:
+    store = opened()
+    a = store.register(rig.namespace(), rig.ROW)
+    set_quota(root, a, "--at-most", 5 * SLOT)
+    assert store.bump_epoch() == 1
+    assert store.bump_epoch() == 2
+    store.close()
+    for epoch in (3, 4):
+        assert reset(root)[1] == epoch
+        assert main(["gc", str(root), "--yes"]) == 0
+    store = opened()
+    a = store.register(rig.namespace(), rig.ROW)
+    put(store, a, 0, 20)
+    assert len(store.keys(a)) <= 5
+
+
+def test_where_all_of_one_layout_is_protected_another_one_gives(opened: Opened, root: Path) -> None:
+    store = opened(writers=1)
+    a, b = store.register(rig.namespace(), rig.ROW), store.register(rig.namespace(model="b"), rig.ROW)
+    assert put(store, a, 0, 105) == 105
+    set_quota(root, a, "--at-least", 105 * SLOT)
+    other = store.register(rig.namespace(model="c", blocks_per_chunk=8), rig.SHARED)
+    for start in range(2000, 3000, 10):
+        rig.put(store, other, [rig.key(i) for i in range(start, start + 10)], rig.SHARED)
+    assert put(store, b, 5000, 30) == 30
+    assert held(store, a) == 105
+    assert store.keys(other)
+
+
+def test_where_the_index_is_full_of_what_is_protected_another_layout_gives(opened: Opened, root: Path) -> None:
+    store = opened(writers=1)
+    store._index.max_entries = 100
+    a = store.register(rig.namespace(), rig.ROW)
+    assert put(store, a, 0, 60) == 60
+    other = store.register(rig.namespace(model="c", blocks_per_chunk=8), rig.SHARED)
+    names = [rig.key(i) for i in range(2000, 2060)]
+    for start in range(0, 60, 10):
+        assert all(rig.put(store, other, names[start : start + 10], rig.SHARED))
+    a_left = len(store.keys(a))
+    set_quota(root, a, "--at-least", 60 * SLOT)
+    assert all(rig.put(store, other, [rig.key(i) for i in range(3000, 3010)], rig.SHARED))
+    assert len(store.keys(a)) == a_left

@@ -166,3 +166,34 @@ def test_a_namespace_in_use_is_written_again(opened: Opened, root: Path, clock: 
     store._cleaner._next_tend = store._cleaner._next_touch = 0.0
     assert store.maintain()
     assert path.read_bytes() == text
+
+
+@pytest.mark.parametrize("now", [-1e9, 5e9])
+def test_a_clock_that_is_far_out_costs_no_use(opened: Opened, clock: ManualClock, now: float) -> None:
+    names = [rig.key(i) for i in range(3)]
+    clock.now = now
+    store = opened(ttl_s=DAY)
+    digest = store.register(rig.namespace(), rig.ROW)
+    assert all(rig.put(store, digest, names))
+    assert rig.check_all(store, digest, names) == names
+    store.touch(digest, names)
+    assert store.maintain()
+    assert store.close()
+    clock.now = 1.8e9
+    again = opened()
+    assert rig.check_all(again, again.register(rig.namespace(), rig.ROW), names) == names
+
+
+def test_an_index_that_breaks_while_time_runs_out_raises_nothing(opened: Opened, clock: ManualClock) -> None:
+    store = opened(ttl_s=DAY)
+    digest = store.register(rig.namespace(), rig.ROW)
+    assert all(rig.put(store, digest, [rig.key(0)]))
+    assert store.maintain()
+    clock.advance(2 * DAY)
+    store._cleaner._next_tend = 0.0
+    apply, store._index.apply = store._index.apply, lambda *_: False  # type: ignore[method-assign]
+    assert not store.maintain()
+    store._index.apply = apply  # type: ignore[method-assign]
+    assert store.keys(digest) == []
+    assert store.maintain()
+    assert store.stats().entries == 0
