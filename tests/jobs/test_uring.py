@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tests.jobs.rig import BACKEND, EACH, MODEL, Rig, expect, key_of, ranks
 from tests.jobs.test_faults import slot_range, until
 from tests.jobs.test_straight import CHUNKS, MODES, PIECE, ROWS, Table, rig_of
 from tests.native.uring import needs_uring
+from tests.oracle import POISON
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +177,75 @@ def test_one_bad_piece_of_several_costs_its_chunk_alone(
         assert rule.hits == 1
     others = [i for i in range(ROWS) if i != 3]
     assert np.array_equal(target.rows[others], table.rows[others])
+
+
+# ---- ended early ------------------------------------------------------------------------------------------------
+
+
+class Pipe:
+    """A file of a chunk whose transfers stay under way until the other end is used."""
+
+    def __init__(self, rig: Rig, path: Path) -> None:
+        os.mkfifo(path)
+        self.other_end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        assert fcntl.fcntl(self.other_end, fcntl.F_SETPIPE_SZ, 4 * PIECE) == 4 * PIECE
+        self._rig = rig
+        self._file = rig.lib.kvx_file_adopt(os.open(path, os.O_RDWR), b"pipe", 0)
+        record = _native.Chunk.from_buffer_copy(rig.record(0))
+        record.file = self._file
+        self.records = [bytes(record)]
+
+    def write(self, nbytes: int) -> None:
+        assert os.write(self.other_end, b"\x17" * nbytes) == nbytes
+
+    def close(self) -> None:
+        self._rig.lib.kvx_file_release(self._file)
+        os.close(self.other_end)
+
+
+@pytest.mark.parametrize("mode", ["staged", "pieces"])
+def test_a_load_that_fails_waits_for_its_other_reads(tmp_path: Path, io: FaultyIO, table: Table, mode: str) -> None:
+    """Their memory is not given up under them: no byte comes to a row after the result, nor to a buffer in use."""
+    target = Table()
+    with rig_of(tmp_path, table, MODES[mode] | {"read_piece_bytes": PIECE}, threads=1, io_timeout_s=0.1) as rig:
+        rig.store([table.pages], CHUNKS)
+        pipe = Pipe(rig, tmp_path / "pipe")
+        rule = io.fail("uring_complete", errno.EIO, offset=(0, 1), times=1)
+        pipe.write(PIECE)  # what the first of three reads gets, which fails; the others stay under way
+        rig.submit(LOAD, [target.pages], CHUNKS[:1], records=pipe.records)
+        until(lambda: rig.runner.stats()["lost_calls"] == 1, "the thread waits, until it is given up")
+        assert rule.hits == 1 and rig.runner.stats()["lost_threads"] == 1
+        if mode == "staged":
+            assert rig.runner.stats()["leaked_bytes"] > 0, "its buffer stays under them"
+            assert rig.finish(LOAD).status.tolist() == [Status.LOST]
+            assert (target.rows == POISON).all()
+        else:
+            assert rig.runner.poll(LOAD) is None, "the row is theirs"
+        rig.load([target.pages], CHUNKS[1:], chunks=range(1, ROWS))  # by another thread
+        pipe.write(2 * PIECE)
+        until(lambda: rig.runner.stats()["late_returns"] == 1, "they end")
+        if mode == "pieces":
+            assert rig.finish(LOAD).status.tolist() == [Status.LOST]
+        assert rig.runner.stats()["leaked_bytes"] == 0
+        assert np.array_equal(target.rows[1:], table.rows[1:])
+        pipe.close()
+
+
+def test_a_store_that_fails_waits_for_its_other_writes(tmp_path: Path, io: FaultyIO, table: Table) -> None:
+    """Neither its slot nor its source is anybody else's under them."""
+    with rig_of(tmp_path, table, MODES["pieces"], threads=1, io_timeout_s=0.1) as rig:
+        pipe = Pipe(rig, tmp_path / "pipe")
+        pipe.write(3 * PIECE)  # room for the first of three writes
+        rule = io.fail("uring_complete", errno.ENOSPC, offset=(0, 1), times=1)
+        job = rig.submit(STORE, [table.pages], CHUNKS[:1], records=pipe.records)
+        until(lambda: rig.runner.stats()["lost_writes"] == 1, "the thread waits, until it is given up")
+        assert rule.hits == 1 and rig.finish(STORE).status.tolist() == [Status.LOST]
+        assert list(rig.runner.late()) == []
+        while rig.runner.stats()["late_returns"] == 0:
+            with suppress(BlockingIOError):
+                os.read(pipe.other_end, PIECE)
+        assert list(rig.runner.late()) == [(job, 0)]
+        pipe.close()
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------
