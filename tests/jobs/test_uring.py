@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -434,4 +435,67 @@ def test_a_forks_child_closes_files_and_the_parents_ring_still_has_them(tmp_path
         assert os.waitpid(child, 0)[1] == 0
         assert not rig.load(target, EACH).status.any()
         assert rig.runner.stats()["rings"] == 1
+    expect(MODEL, "hnd", target, range(8))
+
+
+def test_a_registration_that_never_ends_is_given_up(tmp_path: Path, io: FaultyIO, source, target) -> None:
+    """Of a file at its first use; neither its job nor a shutdown waits for it."""
+    with Rig(tmp_path / "slots", source, threads=1, io_timeout_s=0.1) as rig:
+        rig.store(source, EACH)
+        file, record = second_file(rig, tmp_path / "copy")
+        rule = io.hang("uring_register", times=1)
+        assert rig.load(target, EACH[:1], records=[record]).status.tolist() == [Status.LOST]
+        assert rule.hits == 1 and not rig.load(target, EACH).status.any()
+        io.release()
+        until(lambda: rig.runner.stats()["late_returns"] == 1, "it ends")
+        rig.lib.kvx_file_release(file)
+    expect(MODEL, "hnd", target, range(8))
+
+
+def test_a_shutdown_does_not_wait_for_a_registration(tmp_path: Path, io: FaultyIO, source, target) -> None:
+    with Rig(tmp_path / "slots", source, threads=1) as rig:
+        rule = io.hang("uring_register")
+        rig.submit(LOAD, target, EACH)
+        until(lambda: rule.hits == 1, "it hangs")
+        stopped = threading.Thread(target=rig.runner.shutdown, args=(0.05,), daemon=True)
+        stopped.start()
+        stopped.join(20)
+        assert not stopped.is_alive()
+        assert set(rig.finish(LOAD).status.tolist()) == {Status.CANCELLED}
+        io.release()
+        until(lambda: rig.runner.stats()["lost_threads"] == 0, "the thread leaves")
+
+
+def test_a_forks_child_closes_files_while_a_ring_takes_one_in(tmp_path: Path, io: FaultyIO, source, target) -> None:
+    """Whoever holds the lock of a table is not in the child."""
+    with Rig(tmp_path / "slots", source, threads=1) as rig:
+        rig.store(source, EACH)
+        file, record = second_file(rig, tmp_path / "copy")
+        rule = io.hang("uring_register", times=1)
+        rig.submit(LOAD, target, EACH[:1], records=[record])
+        until(lambda: rule.hits == 1, "it is being registered")
+        if (child := os.fork()) == 0:
+            signal.alarm(20)
+            rig.lib.kvx_file_release(rig.file)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        io.release()
+        assert not rig.finish(LOAD).status.any()
+        rig.lib.kvx_file_release(file)
+
+
+def test_a_forks_child_that_lives_changes_nothing(tmp_path: Path, source, target) -> None:
+    """What is registered stays this process's memory, whoever has a copy of it."""
+    with Rig(tmp_path / "slots", source, threads=1) as rig:
+        rig.store(source, EACH)
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        os.close(read)
+        assert not rig.store(source, EACH[::-1]).status.any()
+        assert not rig.load(target, EACH[::-1]).status.any()
+        os.close(write)
+        assert os.waitpid(child, 0)[1] == 0
     expect(MODEL, "hnd", target, range(8))
