@@ -199,8 +199,11 @@ class Pipe:
     def write(self, nbytes: int) -> None:
         assert os.write(self.other_end, b"\x17" * nbytes) == nbytes
 
-    def close(self) -> None:
+    def release(self) -> None:
         self._rig.lib.kvx_file_release(self._file)
+
+    def close(self) -> None:
+        self.release()
         os.close(self.other_end)
 
 
@@ -499,3 +502,26 @@ def test_a_forks_child_that_lives_changes_nothing(tmp_path: Path, source, target
         os.close(write)
         assert os.waitpid(child, 0)[1] == 0
     expect(MODEL, "hnd", target, range(8))
+
+
+def test_a_shutdown_does_not_wait_for_a_close(tmp_path: Path, io: FaultyIO, table: Table) -> None:
+    """A thread whose job was the last to have a file open closes it."""
+    target, before = Table(), rings()
+    with rig_of(tmp_path, table, {"read_piece_bytes": PIECE}, threads=1) as rig:
+        pipe = Pipe(rig, tmp_path / "pipe")
+        rig.submit(LOAD, [target.pages], CHUNKS[:1], records=pipe.records)
+        until(lambda: rig.runner.stats()["busy_threads"] == 1, "it is being read")
+        rig.runner.cancel(rig.next_id)
+        assert rig.finish(LOAD).status.tolist() == [Status.CANCELLED]
+        pipe.release()
+        rule = io.hang("close", times=1)
+        while rule.hits == 0:
+            with suppress(BlockingIOError):
+                os.write(pipe.other_end, b"\x17" * PIECE)
+        stopped = threading.Thread(target=rig.runner.shutdown, args=(0.05,), daemon=True)
+        stopped.start()
+        stopped.join(20)
+        assert not stopped.is_alive()
+        io.release()
+        until(lambda: rings() == before, "the thread leaves")
+        os.close(pipe.other_end)
