@@ -28,7 +28,7 @@ class Backend {
   virtual ~Backend() = default;
   // Transfers that may be begun at once.
   virtual uint32_t depth() const = 0;
-  // Begins a transfer; makes no call yet.
+  // Begins a transfer; moves nothing yet. A file may be registered by it.
   virtual void begin(Transfer &transfer) = 0;
   // Hands to the kernel what was begun, for who does something else before finish(), which does so too.
   virtual void go() = 0;

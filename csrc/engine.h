@@ -86,7 +86,7 @@ struct Worker {
   std::thread thread;
   Staging staging;
   std::unique_ptr<Backend> backend;       // its thread's; a replacement makes its own
-  std::atomic<uint64_t> call_started{0};  // of the read or write under way; 0: none
+  std::atomic<uint64_t> call_started{0};  // of what is under way that may never return; 0: nothing
   // guarded by Core::mutex
   std::shared_ptr<Job> job;  // whose chunk it runs
   uint32_t chunk = 0;

@@ -66,9 +66,10 @@ int FileTable::place(kvx_file *file) {
 }
 
 void FileTable::drop(kvx_file *file) {
+  if (process_ != ::getpid()) return;  // first: who held the lock when it was forked is not there
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = places_.find(file->number);
-  if (found == places_.end() || ring_ < 0 || process_ != ::getpid()) return;
+  if (found == places_.end() || ring_ < 0) return;
   // A place that cannot be emptied is not used again.
   if (update(found->second, -1)) free_.push_back(found->second);
   places_.erase(found);

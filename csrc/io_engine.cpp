@@ -27,6 +27,16 @@ Clock::time_point after(uint64_t timeout_ns) {
   return at(now_ns() + std::min<uint64_t>(timeout_ns, uint64_t{1} << 62));
 }
 
+constexpr uint64_t kTidyNs = 1000000000;  // what a shutdown gives a thread that tidies up
+
+// What a thread does without a chunk, such as closing a file. It may never return either.
+template <class Call>
+void tidy(Worker &worker, Call call) {
+  worker.call_started.store(now_ns(), std::memory_order_release);
+  call();
+  worker.call_started.store(0, std::memory_order_release);
+}
+
 }  // namespace
 
 void Staging::release() {
@@ -122,11 +132,13 @@ Outcome Core::run_chunk(Worker &worker, Job &job, uint32_t chunk) {
 
 void Core::run_worker(Worker *worker) {
   if (!worker->backend) {  // a replacement: here nobody waits for it
-    int error;
-    try {
-      worker->backend = make_backend(&error);
-    } catch (const std::bad_alloc &) {
-    }
+    tidy(*worker, [&] {
+      int error;
+      try {
+        worker->backend = make_backend(&error);
+      } catch (const std::bad_alloc &) {
+      }
+    });
     if (!worker->backend) worker->backend = posix_backend();  // rather than none
   }
   for (bool stay = true; stay;) {
@@ -138,17 +150,22 @@ void Core::run_worker(Worker *worker) {
       if (config_.io_timeout_ns && !watching_) monitor_wake_.notify_one();
     }
     const Outcome outcome = run_chunk(*worker, *worker->job, worker->chunk);
-    std::unique_lock<std::mutex> lock(mutex);
-    if (worker->lost) {  // once it is no longer counted as lost, its buffer must not be there either
-      lock.unlock();
-      worker->backend->set_staging(nullptr, 0);
-      worker->staging.release();
-      lock.lock();
+    {
+      std::unique_lock<std::mutex> lock(mutex);
+      if (worker->lost) {  // once it is no longer counted as lost, its buffer must not be there either
+        lock.unlock();
+        tidy(*worker, [&] {
+          worker->backend->set_staging(nullptr, 0);
+          worker->staging.release();
+        });
+        lock.lock();
+      }
+      stay = finish(worker, outcome);
+      dead.swap(buried_);
     }
-    stay = finish(worker, outcome);
-    dead.swap(buried_);  // declared before the lock, so destroyed after it
+    tidy(*worker, [&] { dead.clear(); });
   }
-  worker->backend.reset();  // by the thread that had it, and under no lock
+  tidy(*worker, [&] { worker->backend.reset(); });  // by the thread that had it, and under no lock
   std::lock_guard<std::mutex> lock(mutex);
   worker->exited = true;
   idle_.notify_all();
@@ -430,13 +447,15 @@ int Core::cancel(uint64_t job_id) {
   return 0;
 }
 
-// No thread runs a chunk except in a call. Those in a call are given up.
+// No thread runs a chunk except in a call. Those in a call are given up; so are, a little later, those that
+// tidy up.
 bool Core::quiet() {
   bool all = true;
   for (Worker &worker : workers_) {
-    const bool in_call = worker.call_started.load(std::memory_order_acquire) != 0;
-    if (worker.job && !worker.lost && in_call) mark_lost(&worker);
-    all &= worker.exited || (worker.lost && in_call);
+    const uint64_t started = worker.call_started.load(std::memory_order_acquire);
+    if (worker.job && !worker.lost && started) mark_lost(&worker);
+    const bool stuck = started && !worker.job && now_ns() > started + kTidyNs;
+    all &= worker.exited || (worker.lost && started) || stuck;
   }
   return all;
 }

@@ -33,7 +33,7 @@ class Ring {
   Ring(const Ring &) = delete;
   Ring &operator=(const Ring &) = delete;
 
-  // Queues a request. At most `entries` may be under way. Makes no system call.
+  // Queues a request. At most `entries` may be under way. Registers its file at first use.
   void push(Request &request);
   // Hands over what is queued.
   void hand_over();

@@ -98,9 +98,9 @@ class Travel {
     const uint64_t from = straight_ ? plan_.items()[plan_.num_segments()].staging_offset : 0;
     const uint64_t bytes = plan_.staging_bytes() - from;
     const bool grows = bytes > worker_.staging.size();
-    if (grows) worker_.backend->set_staging(nullptr, 0);
+    if (grows) set_staging(nullptr, 0);
     staging_ = worker_.staging.need(bytes);
-    if (grows && staging_) worker_.backend->set_staging(staging_, worker_.staging.size());
+    if (grows && staging_) set_staging(staging_, worker_.staging.size());
     shift_ = from;
     return staging_ != nullptr;
   }
@@ -120,6 +120,7 @@ class Travel {
     find_places(piece, flight.places);
     flight.transfer = {job_.file(chunk_), write, flight.places.data(),
                        static_cast<uint32_t>(flight.places.size()), file_offset(piece.slot_offset)};
+    InCall call(worker_, spent_on(flight));
     worker_.backend->begin(flight.transfer);
     ++begun_;
     return true;
@@ -174,6 +175,11 @@ class Travel {
  private:
   // Straight jobs have one part, whose segments are all of the plan's.
   uint32_t ordinal(const Item &item) const { return static_cast<uint32_t>(&item - plan_.items().data()); }
+
+  void set_staging(uint8_t *base, uint64_t bytes) {
+    InCall call(worker_, job_.direction == KVX_STORE ? core_.counters.write_ns : core_.counters.read_ns);
+    worker_.backend->set_staging(base, bytes);
+  }
 
   std::atomic<uint64_t> &spent_on(const Flight &flight) const {
     return flight.transfer.write ? core_.counters.write_ns : core_.counters.read_ns;

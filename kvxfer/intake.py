@@ -139,6 +139,10 @@ class Intake:
             slot_bytes: what each of them takes.
             access: as for `verdict`.
         """
+        if (
+            access is not None and access.cut == Status.BUDGET
+        ):  # by a store before this one, when this was queued already
+            return [], dict.fromkeys(range(len(keys)), Status.BUDGET)
         wanted, refused = list(range(len(keys))), dict[int, Status]()
         if self._second_touch is not None:
             wanted, cut = [], set[bytes]()

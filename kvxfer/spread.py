@@ -192,6 +192,8 @@ class SpreadEngine:
     ) -> None:
         """Hands each engine its part. What raises for the first of them raises; for others it is their part's end."""
         job = _Job({}, np.zeros(len(keys), np.bool_))
+        if store and access is not None:
+            access.join_cuts()
         with self._lock:
             if job_id in self._jobs:
                 raise LayoutError(f"job {job_id} is still open")

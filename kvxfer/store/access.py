@@ -39,7 +39,15 @@ class Access:
 
     def part(self, number: int) -> Access:
         """The same request's in one of several stores, of which each has some of its chunks."""
-        return self._parts.setdefault(number, Access(self._position))
+        part = self._parts.setdefault(number, Access(self._position))
+        if part.cut is None:
+            part.cut = self.cut
+        return part
+
+    def join_cuts(self) -> None:
+        """What was cut in one of several stores is cut, in all of them, for what comes from now on."""
+        if self.cut is None:
+            self.cut = next((part.cut for part in self._parts.values() if part.cut is not None), None)
 
     def place(self, keys: Iterable[bytes]) -> Access:
         """Takes note of a call's keys, in their order; itself."""

@@ -170,6 +170,22 @@ def test_a_chain_that_was_cut_is_not_stored_behind_the_gap(tmp_root: Path) -> No
         assert node.put([2, 3], access=Access()).bitmap.all()
 
 
+def test_what_was_queued_before_the_cut_is_not_stored_behind_the_gap_either(tmp_root: Path) -> None:
+    clock, one = ManualClock(), Access()
+    with Node(tmp_root, MODEL, clock=clock, writes=budget(2, 1)) as node, FaultyIO() as io:
+        rule = io.hang("fallocate", times=1)  # of the first slab: the budget has been asked by then
+        for job, numbers in enumerate(([0, 1, 2], [3, 4])):
+            node.writer.submit_store(job, keys_of(numbers), numbers, access=one, begin=False)
+        node.writer.begin()
+        until(lambda: rule.hits == 1, "the first is under way")
+        clock.advance(10)
+        io.release()
+        found = node.writer.wait([0, 1], 20)
+        assert reasons(found[0]) == {2: "budget"}
+        assert reasons(found[1]) == {0: "budget", 1: "budget"}
+        assert left(node.store) == 2
+
+
 def test_drive_writes_per_day_of_a_given_drive(tmp_root: Path) -> None:
     with Store.open(StoreConfig(root=tmp_root, write_dwpd=0.5, drive_bytes=86400 * 1000)) as store:
         assert store.stats().write_budget_bytes_per_s == 500
@@ -290,6 +306,26 @@ def test_several_roots_have_budgets_of_their_own_and_one_memory(tmp_root: Path) 
         assert set(reasons(put(1, range(10))).values()) == {"not_admitted"}
         assert reasons(put(2, range(10))) == dict.fromkeys((7, 8, 9), "budget"), "the head of the chain, from both"
         assert (first.store.stats().entries, second.store.stats().entries) == (2, 5)
+
+
+def test_a_chain_over_several_roots_is_cut_in_all_of_them(tmp_root: Path) -> None:
+    clock = ManualClock()
+    with (
+        Node(tmp_root / "a", MODEL, clock=clock, writes=budget(1, 0.001)) as first,
+        Node(tmp_root / "b", MODEL, clock=clock, writes=budget(4, 1)) as second,
+    ):
+        spread, one = SpreadEngine([first.writer, second.writer], [1, 1]), Access()
+
+        def put(job: int, numbers: Sequence[int], access: Access) -> TransferResult:
+            spread.submit_store(job, keys_of(numbers), list(numbers), access=access)
+            found: list[TransferResult] = []
+            until(lambda: bool(found.extend(spread.poll()) or found), "a result")
+            return found[0]
+
+        assert reasons(put(1, range(6), one)) == {5: "budget"}
+        clock.advance(10)
+        assert reasons(put(2, [6, 7], one)) == {0: "budget", 1: "budget"}, "behind the gap"
+        assert put(3, [5, 6], Access()).bitmap.all(), "of another request"
 
 
 def of(server: Server) -> Counter[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from tests.jobs.rig import BACKEND, EACH, MODEL, Rig, expect, key_of, ranks
 from tests.jobs.test_faults import slot_range, until
 from tests.jobs.test_straight import CHUNKS, MODES, PIECE, ROWS, Table, rig_of
 from tests.native.uring import needs_uring
+from tests.oracle import POISON
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +178,78 @@ def test_one_bad_piece_of_several_costs_its_chunk_alone(
         assert rule.hits == 1
     others = [i for i in range(ROWS) if i != 3]
     assert np.array_equal(target.rows[others], table.rows[others])
+
+
+# ---- ended early ------------------------------------------------------------------------------------------------
+
+
+class Pipe:
+    """A file of a chunk whose transfers stay under way until the other end is used."""
+
+    def __init__(self, rig: Rig, path: Path) -> None:
+        os.mkfifo(path)
+        self.other_end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        assert fcntl.fcntl(self.other_end, fcntl.F_SETPIPE_SZ, 4 * PIECE) == 4 * PIECE
+        self._rig = rig
+        self._file = rig.lib.kvx_file_adopt(os.open(path, os.O_RDWR), b"pipe", 0)
+        record = _native.Chunk.from_buffer_copy(rig.record(0))
+        record.file = self._file
+        self.records = [bytes(record)]
+
+    def write(self, nbytes: int) -> None:
+        assert os.write(self.other_end, b"\x17" * nbytes) == nbytes
+
+    def release(self) -> None:
+        self._rig.lib.kvx_file_release(self._file)
+
+    def close(self) -> None:
+        self.release()
+        os.close(self.other_end)
+
+
+@pytest.mark.parametrize("mode", ["staged", "pieces"])
+def test_a_load_that_fails_waits_for_its_other_reads(tmp_path: Path, io: FaultyIO, table: Table, mode: str) -> None:
+    """Their memory is not given up under them: no byte comes to a row after the result, nor to a buffer in use."""
+    target = Table()
+    with rig_of(tmp_path, table, MODES[mode] | {"read_piece_bytes": PIECE}, threads=1, io_timeout_s=0.1) as rig:
+        rig.store([table.pages], CHUNKS)
+        pipe = Pipe(rig, tmp_path / "pipe")
+        rule = io.fail("uring_complete", errno.EIO, offset=(0, 1), times=1)
+        pipe.write(PIECE)  # what the first of three reads gets, which fails; the others stay under way
+        rig.submit(LOAD, [target.pages], CHUNKS[:1], records=pipe.records)
+        until(lambda: rig.runner.stats()["lost_calls"] == 1, "the thread waits, until it is given up")
+        assert rule.hits == 1 and rig.runner.stats()["lost_threads"] == 1
+        if mode == "staged":
+            assert rig.runner.stats()["leaked_bytes"] > 0, "its buffer stays under them"
+            assert rig.finish(LOAD).status.tolist() == [Status.LOST]
+            assert (target.rows == POISON).all()
+        else:
+            assert rig.runner.poll(LOAD) is None, "the row is theirs"
+        rig.load([target.pages], CHUNKS[1:], chunks=range(1, ROWS))  # by another thread
+        pipe.write(2 * PIECE)
+        until(lambda: rig.runner.stats()["late_returns"] == 1, "they end")
+        if mode == "pieces":
+            assert rig.finish(LOAD).status.tolist() == [Status.LOST]
+        assert rig.runner.stats()["leaked_bytes"] == 0
+        assert np.array_equal(target.rows[1:], table.rows[1:])
+        pipe.close()
+
+
+def test_a_store_that_fails_waits_for_its_other_writes(tmp_path: Path, io: FaultyIO, table: Table) -> None:
+    """Neither its slot nor its source is anybody else's under them."""
+    with rig_of(tmp_path, table, MODES["pieces"], threads=1, io_timeout_s=0.1) as rig:
+        pipe = Pipe(rig, tmp_path / "pipe")
+        pipe.write(3 * PIECE)  # room for the first of three writes
+        rule = io.fail("uring_complete", errno.ENOSPC, offset=(0, 1), times=1)
+        job = rig.submit(STORE, [table.pages], CHUNKS[:1], records=pipe.records)
+        until(lambda: rig.runner.stats()["lost_writes"] == 1, "the thread waits, until it is given up")
+        assert rule.hits == 1 and rig.finish(STORE).status.tolist() == [Status.LOST]
+        assert list(rig.runner.late()) == []
+        while rig.runner.stats()["late_returns"] == 0:
+            with suppress(BlockingIOError):
+                os.read(pipe.other_end, PIECE)
+        assert list(rig.runner.late()) == [(job, 0)]
+        pipe.close()
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------
@@ -363,3 +439,89 @@ def test_a_forks_child_closes_files_and_the_parents_ring_still_has_them(tmp_path
         assert not rig.load(target, EACH).status.any()
         assert rig.runner.stats()["rings"] == 1
     expect(MODEL, "hnd", target, range(8))
+
+
+def test_a_registration_that_never_ends_is_given_up(tmp_path: Path, io: FaultyIO, source, target) -> None:
+    """Of a file at its first use; neither its job nor a shutdown waits for it."""
+    with Rig(tmp_path / "slots", source, threads=1, io_timeout_s=0.1) as rig:
+        rig.store(source, EACH)
+        file, record = second_file(rig, tmp_path / "copy")
+        rule = io.hang("uring_register", times=1)
+        assert rig.load(target, EACH[:1], records=[record]).status.tolist() == [Status.LOST]
+        assert rule.hits == 1 and not rig.load(target, EACH).status.any()
+        io.release()
+        until(lambda: rig.runner.stats()["late_returns"] == 1, "it ends")
+        rig.lib.kvx_file_release(file)
+    expect(MODEL, "hnd", target, range(8))
+
+
+def test_a_shutdown_does_not_wait_for_a_registration(tmp_path: Path, io: FaultyIO, source, target) -> None:
+    with Rig(tmp_path / "slots", source, threads=1) as rig:
+        rule = io.hang("uring_register")
+        rig.submit(LOAD, target, EACH)
+        until(lambda: rule.hits == 1, "it hangs")
+        stopped = threading.Thread(target=rig.runner.shutdown, args=(0.05,), daemon=True)
+        stopped.start()
+        stopped.join(20)
+        assert not stopped.is_alive()
+        assert set(rig.finish(LOAD).status.tolist()) == {Status.CANCELLED}
+        io.release()
+        until(lambda: rig.runner.stats()["lost_threads"] == 0, "the thread leaves")
+
+
+def test_a_forks_child_closes_files_while_a_ring_takes_one_in(tmp_path: Path, io: FaultyIO, source, target) -> None:
+    """Whoever holds the lock of a table is not in the child."""
+    with Rig(tmp_path / "slots", source, threads=1) as rig:
+        rig.store(source, EACH)
+        file, record = second_file(rig, tmp_path / "copy")
+        rule = io.hang("uring_register", times=1)
+        rig.submit(LOAD, target, EACH[:1], records=[record])
+        until(lambda: rule.hits == 1, "it is being registered")
+        if (child := os.fork()) == 0:
+            signal.alarm(20)
+            rig.lib.kvx_file_release(rig.file)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        io.release()
+        assert not rig.finish(LOAD).status.any()
+        rig.lib.kvx_file_release(file)
+
+
+def test_a_forks_child_that_lives_changes_nothing(tmp_path: Path, source, target) -> None:
+    """What is registered stays this process's memory, whoever has a copy of it."""
+    with Rig(tmp_path / "slots", source, threads=1) as rig:
+        rig.store(source, EACH)
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        os.close(read)
+        assert not rig.store(source, EACH[::-1]).status.any()
+        assert not rig.load(target, EACH[::-1]).status.any()
+        os.close(write)
+        assert os.waitpid(child, 0)[1] == 0
+    expect(MODEL, "hnd", target, range(8))
+
+
+def test_a_shutdown_does_not_wait_for_a_close(tmp_path: Path, io: FaultyIO, table: Table) -> None:
+    """A thread whose job was the last to have a file open closes it."""
+    target, before = Table(), rings()
+    with rig_of(tmp_path, table, {"read_piece_bytes": PIECE}, threads=1) as rig:
+        pipe = Pipe(rig, tmp_path / "pipe")
+        rig.submit(LOAD, [target.pages], CHUNKS[:1], records=pipe.records)
+        until(lambda: rig.runner.stats()["busy_threads"] == 1, "it is being read")
+        rig.runner.cancel(rig.next_id)
+        assert rig.finish(LOAD).status.tolist() == [Status.CANCELLED]
+        pipe.release()
+        rule = io.hang("close", times=1)
+        while rule.hits == 0:
+            with suppress(BlockingIOError):
+                os.write(pipe.other_end, b"\x17" * PIECE)
+        stopped = threading.Thread(target=rig.runner.shutdown, args=(0.05,), daemon=True)
+        stopped.start()
+        stopped.join(20)
+        assert not stopped.is_alive()
+        io.release()
+        until(lambda: rings() == before, "the thread leaves")
+        os.close(pipe.other_end)
