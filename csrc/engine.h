@@ -94,6 +94,14 @@ struct Worker {
   bool exited = false;  // can be joined
 };
 
+// What a thread does without a chunk, such as closing a file. It may never return either.
+template <class Call>
+void tidy(Worker &worker, Call call) {
+  worker.call_started.store(now_ns(), std::memory_order_release);
+  call();
+  worker.call_started.store(0, std::memory_order_release);
+}
+
 class Core : public std::enable_shared_from_this<Core> {
  public:
   explicit Core(const kvx_engine_config &config);

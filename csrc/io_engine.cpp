@@ -29,14 +29,6 @@ Clock::time_point after(uint64_t timeout_ns) {
 
 constexpr uint64_t kTidyNs = 1000000000;  // what a shutdown gives a thread that tidies up
 
-// What a thread does without a chunk, such as closing a file. It may never return either.
-template <class Call>
-void tidy(Worker &worker, Call call) {
-  worker.call_started.store(now_ns(), std::memory_order_release);
-  call();
-  worker.call_started.store(0, std::memory_order_release);
-}
-
 }  // namespace
 
 void Staging::release() {

@@ -33,8 +33,9 @@ class RankedPolicy(CachePolicy[T]):
         self._named: dict[T, tuple[Order[T], int]] = {}
         # Of these, the ones that were removed since: also the name of what each followed.
         self._evicted: dict[T, tuple[Order[T], int, Hashable | None]] = {}
-        # What was inserted while there were such, by name: what is undone may follow it, and no node says so.
+        # What was inserted since one went that followed something, by name: it may be that, and no node says so.
         self._since: dict[Hashable, T] = {}
+        self._torn = False  # one of them followed something
 
     # ---- what a policy says of itself ----------------------------------------------------------------------
 
@@ -85,8 +86,9 @@ class RankedPolicy(CachePolicy[T]):
         hidden = chains.missing and chains.enter(self._name_of(item), item)
         place = None
         if self._evicted:
-            self._since[self._name_of(item)] = item
             place = self._evicted.pop(item, None)
+        if self._torn:
+            self._since[self._name_of(item)] = item
         if place is None:
             self._enter(item)
         else:
@@ -140,6 +142,7 @@ class RankedPolicy(CachePolicy[T]):
             self._forget(item)
         else:
             self._evicted[item] = *place, before
+            self._torn |= before is not None
             self._remember(item, place[0])
 
     def __len__(self) -> int:
@@ -182,7 +185,7 @@ class RankedPolicy(CachePolicy[T]):
         named, chains = self._named, self._chains
         if len(named) > n:
             self._put_back(max(0, n))
-        self._evicted, self._since = {}, {}
+        self._evicted, self._since, self._torn = {}, {}, False
         while len(named) < n and (item := self._least()) is not None:
             order = self._order_of(item)
             named[item] = order, order.remove(item)
