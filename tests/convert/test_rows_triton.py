@@ -165,7 +165,7 @@ class _Counted:
         return self.kernel[grid]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True)  # some plans take the interpreter minutes: the slow one's
 @given(st.data())
 def test_any_plan_copies_what_is_copied_by_hand(data: st.DataObject) -> None:
     check_any_plan(data)

@@ -27,6 +27,7 @@ from kvxfer.prefix import GroupHits, on_all_ranks, usable_prefix
 from kvxfer.results import TransferResult
 from kvxfer.store import Store
 from kvxfer.testing import FaultyIO
+from tests.jobs.test_faults import until
 from tests.oracle import POISON, Bytes, Model
 
 CONFIG = EngineConfig(io_threads=2, shutdown_timeout_s=1.0)
@@ -193,6 +194,7 @@ def test_ranks_that_load_apart_agree_by_and(store: Store) -> None:
         io.hang("pread")  # or what the first one finds damaged is gone before the last one asks for it
         for engine in engines:
             engine.submit_load(1, keys, ids)
+        until(lambda: all(engine.stats()["busy_threads"] for engine in engines), "each has asked for its chunks")
         io.release()
         results = [engine.wait([1], 20)[1] for engine in engines]
     assert [result.bitmap.missing() for result in results] == [[6], [], [], [8]]
