@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from kvxfer.cli import bench_job, bench_plot, bench_view, output
+from kvxfer.cli.arguments import Json, Yes
 from kvxfer.cli.bench_files import PREFIX
 from kvxfer.cli.bench_plan import LAYOUTS, MEMORIES, MODES, OPERATIONS, PEERS, Plan, parse_size, parse_sizes
 
@@ -76,7 +77,7 @@ def gds(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Write to the files given: DESTROYS what they hold; asks first.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     peer: Annotated[str | None, typer.Option(help=f"Run beside it: {', '.join(PEERS)}.", show_default="none")] = None,
     plot: Annotated[
         Path | None,
@@ -84,7 +85,7 @@ def gds(
             metavar="FILE", help="Throughput over size, as a picture (needs matplotlib).", show_default="none"
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure reads and writes of a drive, into host memory or a GPU's, and check every byte.
 

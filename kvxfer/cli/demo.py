@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from kvxfer.cli import demo_view, output
+from kvxfer.cli.arguments import Json
 from kvxfer.cli.demo_job import MAX_BLOCKS, Plan, run
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import PRESETS
@@ -62,7 +63,7 @@ def command(
     root: Annotated[
         Path | None, typer.Option(help="Keep the store in this folder.", show_default="a temporary folder, removed")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Store a cache from one sharding, lose a block on disk, load it under another: see how far it gets.
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvxfer.cli import doctor_view, output
+from kvxfer.cli.arguments import Json
 from kvxfer.cli.doctor_job import Plan, examine
 from kvxfer.config import EngineConfig
 from kvxfer.geometry import PRESETS
@@ -47,7 +48,7 @@ def command(
         bool,
         typer.Option("--calibrate", help="Show which copy engine suits the GPU here; measure what is not known yet."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say what works here and why not: versions, devices, I/O mode of directories, memory of a configuration."""
     with output.errors(as_json):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from kvxfer.cli import output
+from kvxfer.cli.arguments import Json, Root, Yes
 from kvxfer.errors import ConfigError
 from kvxfer.store import Store
 from kvxfer.store.root import ROOT_FILE
@@ -28,9 +27,9 @@ def options() -> None:
 
 @app.command(epilog=EPILOG)
 def bump(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A store's root.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    root: Root,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Make everything stored so far a miss: for weights that changed under the same name.
 
@@ -39,10 +38,7 @@ def bump(
     with output.errors(as_json, damaged=output.FAILED):
         if not (root / ROOT_FILE).exists():
             raise ConfigError(f"{root} is no kvxfer root: it has no {ROOT_FILE}")
-        if not output.confirmed(f"Everything stored in {output.clean(root)} will be a miss. Go on?", yes):
-            if as_json:
-                output.print_json({"error": {"type": "Declined", "message": "nothing was changed"}})
-            raise typer.Exit(output.FAILED)
+        output.must_confirm(f"Everything stored in {output.clean(root)} will be a miss. Go on?", yes, as_json)
         old, new = Store.bump_epoch_of(root)
         with suppress(OSError):  # it is raised, whoever may not hear of it
             if as_json:

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from kvxfer.cli import output
+from kvxfer.cli.arguments import Json, Root, Yes
 from kvxfer.cli.output import clean, size
 from kvxfer.store import survey_root
 from kvxfer.store.collect import Part, Plan, Removed, Selection, carry_out, plan
@@ -21,7 +22,7 @@ SHOWN = 20
 
 
 def command(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A store's root.")],
+    root: Root,
     unused_for: Annotated[
         float | None, typer.Option(parser=output.duration, metavar="TIME", help="Chunks not used for 7d, 12h, ...")
     ] = None,
@@ -35,8 +36,8 @@ def command(
     adapter: Annotated[str | None, typer.Option(metavar="NAME", help="Namespaces of an adapter.")] = None,
     salt: Annotated[str | None, typer.Option(metavar="TEXT", help="Namespaces with a salt.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Remove chunks that nobody wants any more: those for which everything holds that is given.
 
@@ -57,8 +58,7 @@ def command(
             _show(root, wanted)
         removed: Removed | None = None
         if wanted.parts and not dry_run:
-            if not output.confirmed(f"{_words(wanted)} will be removed from {clean(root)}. Go on?", yes):
-                raise output.declined(as_json)
+            output.must_confirm(f"{_words(wanted)} will be removed from {clean(root)}. Go on?", yes, as_json)
             removed = carry_out(root, wanted)
         if as_json:
             output.print_json({"root": str(root), "dry_run": dry_run, **_object(wanted), **removed_object(removed)})

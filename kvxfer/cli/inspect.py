@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from kvxfer.cli import inspect_view, output
+from kvxfer.cli.arguments import Json, Root
 from kvxfer.slot import SlotLayout
 from kvxfer.store import Finding, Survey, survey_root
 from kvxfer.store.root import FORMAT
@@ -37,8 +37,8 @@ class LayoutUse:
 
 
 def command(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A store's root.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    root: Root,
+    as_json: Json = False,
 ) -> None:
     """Say what is in a root: slabs, slots, entries of each namespace, the index, who has it open.
 

@@ -88,6 +88,19 @@ def confirmed(question: str, yes: bool) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
+def must_confirm(question: str, yes: bool, as_json: bool) -> None:
+    """`confirmed`, for a command that ends where the answer is no.
+
+    Raises:
+        ConfigError: there is no terminal.
+        typer.Exit: nothing is to be changed: FAILED.
+    """
+    if not confirmed(question, yes):
+        if as_json:
+            print_json({"error": {"type": "Declined", "message": "nothing was changed"}})
+        raise typer.Exit(FAILED)
+
+
 def whole_number(text: str) -> int:
     """An option's number; what takes it bounds it.
 
@@ -127,13 +140,6 @@ def nbytes(text: str) -> int:
     if (match := _SIZE.fullmatch(text)) is None:
         raise typer.BadParameter(f"{text!r}: allowed are sizes such as 4096, 512M or 10GiB")
     return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
-
-
-def declined(as_json: bool) -> typer.Exit:
-    """What ends a command to which somebody said no."""
-    if as_json:
-        print_json({"error": {"type": "Declined", "message": "nothing was changed"}})
-    return typer.Exit(FAILED)
 
 
 def as_object(value: Any) -> dict[str, Any]:

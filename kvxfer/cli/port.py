@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvxfer.cli import output
+from kvxfer.cli.arguments import Json, Root, Yes
 from kvxfer.cli.output import clean, size
 from kvxfer.store import survey_root
 from kvxfer.store.port import Imported, export_namespace, find_namespace, import_namespace
@@ -24,15 +25,12 @@ IMPORT_EPILOG = (
     "or file are damaged or of another version; 2 a bad option, no root there, or the file does not fit to it."
 )
 
-_Root = Annotated[Path, typer.Argument(metavar="ROOT", help="A store's root.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
 
 def export(
-    root: _Root,
+    root: Root,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file.")],
     namespace: Annotated[str, typer.Option(metavar="DIGEST", help="Which: how its digest begins (see inspect).")],
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Write a namespace's chunks into a file, each verified. Servers may have the root open."""
     with output.errors(as_json, damaged=output.FAILED):
@@ -49,13 +47,13 @@ def export(
 
 
 def import_(
-    root: _Root,
+    root: Root,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote.")],
     same_weights: Annotated[
         bool, typer.Option("--same-weights", help="Also from another weight epoch: the weights are the same.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: _Json = False,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Adopt the chunks of an exported namespace, each verified. Servers may have the root open.
 
@@ -72,8 +70,7 @@ def import_(
                 typer.echo(f"{clean(file)}: {what}; {clean(fields.model)}, weight epoch {source.heading.weight_epoch}")
             used = f"{len(seen.index.records):,} chunks are there" if seen.index.usable else "its index is not readable"
             question = f"{what} go into {clean(root)} ({used}); where there is no room the least used make way. Go on?"
-            if not output.confirmed(question, yes):
-                raise output.declined(as_json)
+            output.must_confirm(question, yes, as_json)
             done = import_namespace(root, source, same_weights=same_weights)
         if as_json:
             output.print_json({"root": str(root), "file": str(file)} | _object(done))

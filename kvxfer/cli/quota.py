@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvxfer.cli import output
+from kvxfer.cli.arguments import Json, Root, Yes
 from kvxfer.cli.output import clean, size
 from kvxfer.errors import ConfigError
 from kvxfer.store import survey_root
@@ -23,7 +24,7 @@ EPILOG = (
 
 
 def command(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A store's root.")],
+    root: Root,
     namespace: Annotated[str, typer.Option(metavar="DIGEST", help="Whose: how its digest begins (see inspect).")] = "",
     at_most: Annotated[
         int | None, typer.Option(parser=output.nbytes, metavar="SIZE", help="It never has more chunks than these take.")
@@ -32,8 +33,8 @@ def command(
         int | None, typer.Option(parser=output.nbytes, metavar="SIZE", help="Others leave it so much.")
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Neither, from now on.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Show quotas, or set those of one namespace. Servers that have the root open follow within 100 ms.
 
@@ -48,8 +49,7 @@ def command(
                 raise ConfigError("give --at-most, --at-least or both, or else --clear")
             wanted = None if clear else Quota(at_most, at_least or 0)
             what = f"{view.digest.hex()[:12]} in {clean(root)}: {_words(wanted)}"
-            if not output.confirmed(f"{what}. Go on?", yes):
-                raise output.declined(as_json)
+            output.must_confirm(f"{what}. Go on?", yes, as_json)
             quotas = dict(change_root(root, lambda info: _changed(root, info, view.digest, wanted)).quotas)
         elif clear or at_most is not None or at_least is not None:
             raise ConfigError("--namespace is missing: whose?")

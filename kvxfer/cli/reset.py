@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
 from kvxfer.cli import output
+from kvxfer.cli.arguments import Json, Root, Yes
 from kvxfer.cli.gc import removed_object, removed_words
 from kvxfer.cli.output import clean, size
 from kvxfer.store import survey_root
@@ -23,12 +21,8 @@ REBUILD_EPILOG = (
     "option, no root there, a process has it open, or it cannot be read or written."
 )
 
-_Root = Annotated[Path, typer.Argument(metavar="ROOT", help="A store's root.")]
-_Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
-
-def reset(root: _Root, yes: _Yes = False, as_json: _Json = False) -> None:
+def reset(root: Root, yes: Yes = False, as_json: Json = False) -> None:
     """Drop everything that is stored, and raise the weight epoch. Servers may have the root open, and go on with it."""
     with output.errors(as_json, damaged=output.FAILED):
         output.check_can_ask(yes)
@@ -38,8 +32,7 @@ def reset(root: _Root, yes: _Yes = False, as_json: _Json = False) -> None:
         what = f"{chunks} of {len(seen.namespaces)} namespaces, in {len(seen.slabs)} slabs of {size(slab_bytes)},"
         if not as_json:
             typer.echo(f"{clean(root)}: {what} will be removed")
-        if not output.confirmed(f"Remove {what} from {clean(root)}. Go on?", yes):
-            raise output.declined(as_json)
+        output.must_confirm(f"Remove {what} from {clean(root)}. Go on?", yes, as_json)
         removed, epoch = reset_root(root)
         if as_json:
             output.print_json({"root": str(root), "weight_epoch": epoch, **removed_object(removed)})
@@ -47,7 +40,7 @@ def reset(root: _Root, yes: _Yes = False, as_json: _Json = False) -> None:
             typer.echo(f"{removed_words(removed)}; weight epoch {epoch}")
 
 
-def rebuild(root: _Root, yes: _Yes = False, as_json: _Json = False) -> None:
+def rebuild(root: Root, yes: Yes = False, as_json: Json = False) -> None:
     """Throw the index away and find it again in the slots. Not while a process has the root open.
 
     Chunks whose slots are whole stay. When they were used last is forgotten: they count as used now.
@@ -61,8 +54,7 @@ def rebuild(root: _Root, yes: _Yes = False, as_json: _Json = False) -> None:
         what = f"{named} is removed, and {slots:,} slots of {len(seen.slabs)} slabs are read for a new one"
         if not as_json:
             typer.echo(f"{clean(root)}: {what}")
-        if not output.confirmed(f"{what}. Go on?", yes):
-            raise output.declined(as_json)
+        output.must_confirm(f"{what}. Go on?", yes, as_json)
         slabs, entries = rebuild_index(root)
         if as_json:
             output.print_json({"root": str(root), "slabs": slabs, "before": before, "entries": entries})

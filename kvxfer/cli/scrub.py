@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvxfer.cli import inspect_view, output
+from kvxfer.cli.arguments import Root
 from kvxfer.cli.inspect import finding_object
 from kvxfer.cli.output import clean, size
 from kvxfer.store import Store
@@ -38,7 +39,7 @@ def rate(text: str) -> int:
 
 
 def command(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A store's root.")],
+    root: Root,
     at_most: Annotated[
         int | None, typer.Option("--rate", parser=rate, metavar="RATE", help="Read at most so much (200MB/s).")
     ] = None,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvxfer.cli import bench_plot, output, simulate_job, simulate_plot, simulate_view
+from kvxfer.cli.arguments import Json
 from kvxfer.cli.simulate_plan import ADMISSIONS, Drive, Plan, block_bytes_of
 from kvxfer.geometry import PRESETS
 from kvxfer.policy import POLICIES
@@ -71,7 +72,7 @@ def command(
             metavar="FILE", help="Hit ratio over capacity, as a picture (needs matplotlib).", show_default="none"
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Replay a trace of requests against policies, capacities, admission and write budgets, without moving bytes.
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from kvxfer.cli import output, verify_view
+from kvxfer.cli.arguments import Json, Root, Yes
 from kvxfer.cli.inspect import finding_object
 from kvxfer.store import Finding, Store, Verification, verify_root
 from kvxfer.store.audit import MAX_THREADS, Progress
@@ -23,13 +24,13 @@ EPILOG = (
 
 
 def command(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A store's root.")],
+    root: Root,
     repair: Annotated[bool, typer.Option("--repair", help="Remove what fails; asks first.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     threads: Annotated[
         int, typer.Option(parser=output.whole_number, metavar="N", help=f"That read, 1 to {MAX_THREADS}.")
     ] = min(8, os.cpu_count() or 1),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Read every slot of a root, and check every entry's every byte against its sums.
 
