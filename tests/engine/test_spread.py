@@ -271,10 +271,11 @@ def test_a_drive_that_lags_behind_gets_nothing_until_it_has_caught_up(
         looks[first] = Outlook(inf, True, 2 * LAG_S)
         assert drives.put(range(8)).bitmap.all()
         assert [drives.home(number) for number in range(8)] == [1] * 8
-        looks[second] = Outlook(inf, False, 1.6 * LAG_S)  # both are slow, and one would have to evict
+        looks[first] = Outlook(inf, False, 1.6 * LAG_S)  # both are slow, and the one of more weight would have to evict
+        looks[second] = Outlook(inf, True, 2 * LAG_S)
         assert drives.put(range(8, 14)).bitmap.all()
-        assert [drives.home(number) for number in range(8, 14)] == [0] * 6
-        looks[first] = Outlook(inf, False, 2 * LAG_S)  # nothing speaks for either: by weight
+        assert [drives.home(number) for number in range(8, 14)] == [1] * 6
+        looks[second] = Outlook(inf, False, 2 * LAG_S)  # nothing speaks for either: by weight
         assert drives.put(range(14, N)).bitmap.all()
         assert {drives.home(number) for number in range(14, N)} == {0, 1}
         assert drives.get(range(N)).bitmap.all()
