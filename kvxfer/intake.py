@@ -5,12 +5,12 @@ gave an errno (ENOSPC from a write included), that no thread was left for, or wh
 deadlines, cancellations and a store that has no slot to give are none: the device answered, or was not asked.
 
 Of a store, what is there already drops out first and costs nothing. Of the rest, in prefix order: what is behind a gap,
-then what was not offered before (`second_touch_names`), then what the write budget does not hold. Stores that come while
-the queue is full or too long (`max_queue_s`) are refused at submit, as a whole.
+then what was not offered before (`second_touch_names`), then what the write budget does not hold. Stores that come
+while the queue is full or too long (`max_queue_s`) are refused at submit, as a whole.
 
-A gap is a chunk of the request that was left out or failed, for whatever reason (store/gaps.py): chunks behind it are of
-no use. Nothing is kept to be tried again. A gap that failed is tried when its request offers it again, as anything else
-is; one that was left out to spare the storage (budget, backlog, no slot) when another request does.
+A gap is a chunk of the request that was left out or failed, for whatever reason (store/gaps.py): chunks behind it are
+of no use. Nothing is kept to be tried again. A gap that failed is tried when its request offers it again, as anything
+else is; one that was left out to spare the storage (budget, backlog, no slot) when another request does.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Intake:
         return wanted[:paid], refused | dict.fromkeys(wanted[paid:], Status.BUDGET)
 
     def spared(self, keys: Sequence[bytes], access: Access, present: Present) -> dict[int, Status]:
-        """Why not, by their places, where each of a store's chunks that are not there was left out to spare the storage.
+        """Why not, by their places, where all of a store that is not there was left out to spare the storage.
 
         So a server that offers them with every step has its answer at once. Empty: there is more to it.
         """

@@ -101,6 +101,8 @@ class SpreadEngine:
     def touch(self, keys: Iterable[bytes], access: Access | None = None) -> None:
         """As TransferEngine.touch. A root hears of the keys that it has: the others' are no gaps in its chains."""
         keys = tuple(keys)
+        if access is not None:
+            access.place(keys)
         for number, engine in enumerate(self._engines):
             part = None if access is None else access.part(number)
             engine.touch([key for key in keys if engine.contains(key)], part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.store.gaps import GROUP_BYTES, Gaps
@@ -39,7 +39,8 @@ class Access:
         self._last: dict[bytes, bytes] = {}  # by group: the one that is followed by none yet
         self._used: set[bytes] = set()
         self._parts: dict[int, Access] = {}
-        self.gaps = whole.gaps if whole else Gaps(self._before, None if position is None else self._places)
+        places = None if position is None else self._places
+        self.gaps: Gaps = Gaps(self._before, places) if whole is None else whole.gaps
 
     def part(self, number: int) -> Access:
         """The same request's in one of several stores, of which each has some of its chunks. Its gaps are those of all:
@@ -48,21 +49,36 @@ class Access:
             part = self._parts[number] = Access(self._position, whole=self)
         return part
 
-    def _place_of(self, key: bytes) -> int | None:
-        place = self._places.get(key)
-        if place is None and self._position is not None and (place := self._position(key)) is not None:
-            self._places[key] = place
-        return place
-
     def order(self, keys: Sequence[bytes]) -> list[int]:
-        """Places of these keys in the order of the prompt, as far as `position` knows it: the rest last, as they came."""
-        found = list(map(self._place_of, keys))
-        return sorted(range(len(keys)), key=lambda place: (found[place] is None, found[place] or 0))
+        """Places of these keys in the order of the request, as far as that is known: the rest last, as they came."""
+        found = self._told(keys) if self._position is not None else self._linked(keys)
+        known = sorted((n for n, key in enumerate(keys) if key in found), key=lambda n: found[keys[n]])
+        return known if len(known) == len(keys) else [*known, *(n for n, key in enumerate(keys) if key not in found)]
+
+    def _told(self, keys: Sequence[bytes]) -> Mapping[bytes, int]:
+        """Where keys end, asked for once each."""
+        places, position = self._places, self._position
+        if position is not None:
+            for key in keys:
+                if key not in places and (place := position(key)) is not None:
+                    places[key] = place
+        return places
+
+    def _linked(self, keys: Sequence[bytes]) -> Mapping[bytes, int]:
+        """Where in their chains keys were placed, for want of anything better."""
+        found: dict[bytes, int] = {}
+        for group in {key[-GROUP_BYTES:] for key in keys} if len(keys) > 1 else ():
+            chain, at = [], self._last.get(group)
+            while at is not None:
+                chain.append(at)
+                at = self._before.get(at)
+            found |= {key: n for n, key in enumerate(reversed(chain))}
+        return found
 
     def place(self, keys: Iterable[bytes]) -> Access:
         """Takes note of a call's keys, in their order; itself."""
         if self._position is not None:
-            keys = list(dict.fromkeys(keys))
+            keys = list(keys)
             keys = [keys[n] for n in self.order(keys) if keys[n] in self._places]
         groups: dict[bytes, list[bytes]] = {}
         for key in dict.fromkeys(keys):

@@ -1,4 +1,4 @@
-"""A request's chain that was cut is not stored behind its gap, whatever cut it: in one engine, over several, and ranks."""
+"""A request's chain that was cut is not stored behind its gap, whatever cut it: one engine, several, and ranks."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_what_spares_the_storage_is_not_tried_again_for_the_request(
     assert face.put([6, 7], one) == {"stored": 2}, "now it is behind nothing"
 
 
-@pytest.mark.parametrize("why", (*TRIED_AGAIN, *SPARED))
+@pytest.mark.parametrize("why", [*TRIED_AGAIN, *SPARED])
 def test_a_gap_that_another_request_has_closed_is_none(face: Face, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Access()
     face.put([0], one)
