@@ -282,7 +282,7 @@ def test_what_spares_the_storage_is_not_tried_again_for_the_request(
             assert face.put(range(5 + step % 2), one) == {"present": 2, why: 3 + step % 2}
         if not isinstance(face, Ranks):  # whose supply asks for all, and as often as it likes
             each = len(face.stores) if why == "no_space" else 0
-            assert len(asked) == each, "one look at each root"
+            assert bool(each) <= len(asked) <= each, "one look at each root at most"
     assert face.put(range(2, 6), one) == {why: 4}
     assert face.put(range(6), other) == {"present": 2, "stored": 4}, "another request's offer is another matter"
     assert face.put([6, 7], one) == {"stored": 2}, "now it is behind nothing"
@@ -375,7 +375,9 @@ def test_a_store_of_many_batches_asks_for_slots_once(tmp_root: Path, monkeypatch
         assert face.put(range(9)) == {"stored": 9}
 
 
-def test_what_another_root_has_queued_behind_a_gap_is_not_written(tmp_root: Path) -> None:
+def test_what_another_root_has_queued_behind_a_gap_is_not_written(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ExitStack() as stack:
         face, one = SeveralEngines(tmp_root, stack), Access()
         first, second = face.nodes
@@ -383,15 +385,14 @@ def test_what_another_root_has_queued_behind_a_gap_is_not_written(tmp_root: Path
         slab = io.hang("fallocate", times=1)
         second.writer.submit_store(100, [key_of(30)], [30])
         until(lambda: slab.hits == 1, "the second root's thread is held up")
-        failing = io.fail("pwrite", errno.EIO, offset=(4096, 1 << 40), times=3)
+        monkeypatch.setattr(first.store, "commit", _refuse(first.store))
         for job, numbers in enumerate(([0, 1, 2, 3, 4, 5], [6, 7])):
             face.spread.submit_store(job, [key_of(n) for n in numbers], numbers, access=one)
         until(lambda: len(first.writer._results) == 2, "the first root's parts have ended")
-        assert failing.hits == 3
         io.release()
         second.writer.wait([100], 20)
         found = face.results(2)
-        assert [error.status.name for error in found[0].errors] == ["IO", "GAP"] * 3
+        assert [error.status.name for error in found[0].errors] == ["INDEX", "GAP"] * 3
         assert face.there(range(8)) == [], "nor what was queued behind it on either"
 
 
