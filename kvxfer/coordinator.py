@@ -209,12 +209,17 @@ class Coordinator:
         self, keys: Sequence[bytes], absent: list[int], access: Access
     ) -> tuple[list[int], dict[int, Status]]:
         """Positions of what the queue has room for and the intake lets pass, and why not of the others."""
-        refused = self._intake.verdict(STORE, 0, 0, access)
-        if refused in (Status.OFF, Status.BACKLOG, Status.BUDGET):  # an open breaker is asked for permits, as it probes
+        refused = self._intake.verdict(STORE, 0, 0)
+        if refused in (Status.OFF, Status.BACKLOG):  # an open breaker is asked for permits, as it probes
             return [], dict.fromkeys(absent, refused)
         room = max(0, self.config.max_queued_store_chunks - self._queued[STORE])
         absent, dropped = absent[:room], absent[room:]
-        wanted, left_out = self._intake.sift([keys[position] for position in absent], self._slot.slot_bytes, access)
+        wanted, left_out = self._intake.sift(
+            [keys[position] for position in absent],
+            self._slot.slot_bytes,
+            access,
+            lambda key: self._store.contains(self.digest, key),
+        )
         found = {absent[place]: why for place, why in left_out.items()} | dict.fromkeys(dropped, Status.DROPPED)
         return [absent[place] for place in wanted], found
 
@@ -257,6 +262,8 @@ class Coordinator:
             for position in [p for p in settled.failed if p >= len(one.ticket.places)]:
                 del settled.failed[position]  # blocks of a job that was not this ticket's
             one.settled.merge(settled)
+            for position, failure in settled.failed.items():
+                one.job.cut(one.index[position], failure.status)
             if one.ticket.is_load and settled.failed:
                 short.add(one.owner)
                 self._note_failures(one, settled.failed)
@@ -335,9 +342,9 @@ class Coordinator:
             one, whole, answers = self._published.popleft()
             self._committing -= 1
             failed = dict(one.settled.failed)
-            failed |= {
-                position: Failure(Status.INDEX) for position, there in zip(whole, answers, strict=True) if not there
-            }
+            for position in (position for position, there in zip(whole, answers, strict=True) if not there):
+                failed[position] = Failure(Status.INDEX)
+                one.job.cut(one.index[position], Status.INDEX)
             self._writing.difference_update(place.key for place in one.ticket.places)
             one.job.moved = len(one.ticket.places) - len(failed)
             self._finish(one, chunk_errors(failed, [slot.slab.name for slot in one.slots]))

@@ -167,8 +167,8 @@ class TransferEngine:
             job_id: the caller's; not that of another job whose result was not taken yet.
             keys: OffloadKeys in prefix order.
             block_ids: [len(keys)] or [len(keys), blocks_per_chunk]; -1 for a block that the chunk lacks.
-            access: of the request; what it did to a chunk before is the same use. None: the job is one by itself. Once
-                the write budget or max_queue_s has cut it, its later stores are dropped too, being behind a gap.
+            access: of the request; what it did to a chunk before is the same use, and what lies behind a chunk that an
+                earlier store of it left out, or lost, is left out too. None: the job is one by itself.
             begin: False: it may wait for `begin` (WATCH_S at most), so that no other submit is held up by its work.
 
         A store that finds the queue full or slow, the engine off or the breaker open is dropped: its result says so.
@@ -408,22 +408,23 @@ class TransferEngine:
         check_blocks(direction, ids, all(pages.writable for pages in self._pages))
         names = tuple(map(check_key, keys))
         job = PendingJob(job_id, direction, names, ids, (access or Access()).place(names), self._runner.mark())
+        spared = direction == STORE and self._writer.spare(job)
         with self._lock:
             if self._closing:
                 raise EngineClosed("the engine was shut down")
             if job_id in self._open or job_id in self._results:
                 raise LayoutError(f"job {job_id} is still open or its result was not taken")
             self._open[job_id] = job
-            refused = self._intake.verdict(direction, self._queued_chunks[direction], len(keys), job.access)
+            refused = None if spared else self._intake.verdict(direction, self._queued_chunks[direction], len(keys))
             self._queued_chunks[direction] += len(keys)
-            if keys and not refused:
+            if keys and not refused and not spared:
                 if direction == LOAD:
                     self._arrivals.append((job, end_ns))
                 else:
                     self._intake.weigh(job, len(keys) * self._slot.slot_bytes)
                     self._queue.append(job)
                 return True
-        if refused in (Status.BACKLOG, Status.BUDGET):
+        if refused is Status.BACKLOG:
             self._writer.answer_present(job)
         job.fail_rest(refused or Status.DROPPED)
         self._publish(job)

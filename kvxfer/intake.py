@@ -4,10 +4,13 @@ Two breakers, because a disk that is full, or that went read-only, still answers
 gave an errno (ENOSPC from a write included), that no thread was left for, or whose call never returned. Damage, misses,
 deadlines, cancellations and a store that has no slot to give are none: the device answered, or was not asked.
 
-Of a store, what is there already drops out first and costs nothing. Of the rest, in prefix order: what was not offered
-before (`second_touch_names`), then what the write budget does not hold; each cuts a chain, since chunks behind one that
-is not there are of no use. Nothing is kept to be tried again: what was left out is written when a server offers it
-again. Stores that come while the queue is too long (`max_queue_s`) are refused at submit, as a whole.
+Of a store, what is there already drops out first and costs nothing. Of the rest, in prefix order: what is behind a gap,
+then what was not offered before (`second_touch_names`), then what the write budget does not hold. Stores that come
+while the queue is full or too long (`max_queue_s`) are refused at submit, as a whole.
+
+A gap is a chunk of the request that was left out or failed, for whatever reason (store/gaps.py): chunks behind it are
+of no use. Nothing is kept to be tried again. A gap that failed is tried when its request offers it again, as anything
+else is; one that was left out to spare the storage (budget, backlog, no slot) when another request does.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -26,11 +30,12 @@ from kvxfer.breaker import Breaker, BreakerState, Permit
 from kvxfer.config import EngineConfig
 from kvxfer.errors import ConfigError
 from kvxfer.jobs import LOAD, STORE, JobOutcome, Status
-from kvxfer.keys import group_of
 from kvxfer.observe import DIRECTIONS
 from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob
-from kvxfer.store import Access
+from kvxfer.store import Access, Gaps
+
+Present = Callable[[bytes], bool]  # whether a key is in the store
 
 DISABLE = "KVXFER_DISABLE"  # 1: engines start turned off
 
@@ -111,25 +116,16 @@ class Intake:
         behind = direction == STORE and self._max_queue_s is not None and self.backlog.seconds() > self._max_queue_s
         return Status.BACKLOG if behind else None
 
-    def verdict(self, direction: int, queued: int, chunks: int, access: Access | None = None) -> Status | None:
+    def verdict(self, direction: int, queued: int, chunks: int) -> Status | None:
         """Why a job of `chunks` chunks is refused as a whole, beside `queued` others; None: it is queued. One thread's
-        at a time.
-
-        Args:
-            access: of the request. Where the budget or the backlog has cut one, its stores are refused from then on:
-                they would be of no use, and cost no more than this.
-        """
-        if direction == STORE and access is not None and access.cut is not None:
-            return Status(access.cut)
+        at a time."""
         if queued + chunks > self._most[direction]:
             self.dropped[direction] += chunks
             return Status.DROPPED
-        if (refused := self.refusal(direction)) is Status.BACKLOG and access is not None:
-            access.cut = refused
-        return refused
+        return self.refusal(direction)
 
     def sift(
-        self, keys: Sequence[bytes], slot_bytes: int, access: Access | None = None
+        self, keys: Sequence[bytes], slot_bytes: int, access: Access, present: Present
     ) -> tuple[list[int], dict[int, Status]]:
         """Which chunks of a store to write, by their place in it, and why the others not. Takes their bytes of the
         budget; what is not written after all must come back to `unspent`.
@@ -137,30 +133,45 @@ class Intake:
         Args:
             keys: of those that are not there, in prefix order (of each group).
             slot_bytes: what each of them takes.
-            access: as for `verdict`.
+            access: of the request; knows what stores before this one left out, those that came when this was queued.
+            present: whether a chunk that was left out is there by now.
         """
-        if (
-            access is not None and access.cut == Status.BUDGET
-        ):  # by a store before this one, when this was queued already
-            return [], dict.fromkeys(range(len(keys)), Status.BUDGET)
-        wanted, refused = list(range(len(keys))), dict[int, Status]()
-        if self._second_touch is not None:
-            wanted, cut = [], set[bytes]()
+        gaps = access.gaps
+        if self._second_touch is None and not gaps:
+            wanted, refused = list(range(len(keys))), dict[int, Status]()
+        else:
+            wanted, refused, clear = [], {}, set[bytes]()
+            present = cache(present)
             for place, key in enumerate(keys):
-                if not self._second_touch.offer(key):  # all are offered, also behind the cut
-                    cut.add(group_of(key))
-                if group_of(key) in cut:
-                    refused[place] = Status.NOT_ADMITTED
-                else:
+                known = self._second_touch is None or self._second_touch.offer(key)  # also behind a gap
+                why = _held_back(gaps, key, present, clear) or (None if known else Status.NOT_ADMITTED)
+                if why is None:
+                    gaps.close(key)
+                    clear.add(key)
                     wanted.append(place)
+                else:
+                    gaps.open(key, why)
+                    refused[place] = why
         if self._budget is None or not wanted:
             return wanted, refused
         paid = self._budget.take_some(slot_bytes, len(wanted))
-        if paid < len(wanted):
-            refused |= dict.fromkeys(wanted[paid:], Status.BUDGET)
-            if access is not None:
-                access.cut = Status.BUDGET
-        return wanted[:paid], refused
+        return wanted[:paid], refused | dict.fromkeys(wanted[paid:], Status.BUDGET)
+
+    def spared(self, keys: Sequence[bytes], access: Access, present: Present) -> dict[int, Status]:
+        """Why not, by their places, where all of a store that is not there was left out to spare the storage.
+
+        So a server that offers them with every step has its answer at once. Empty: there is more to it.
+        """
+        if not (gaps := access.gaps):
+            return {}
+        found: dict[int, Status] = {}
+        present = cache(present)
+        for place, key in enumerate(keys):
+            why = _held_back(gaps, key, present)
+            if why is None or not why.is_shed:
+                return {}
+            found[place] = why
+        return found
 
     def weigh(self, job: PendingJob, nbytes: int) -> None:
         """A queued store may write so many bytes, instead of what it was before."""
@@ -229,6 +240,14 @@ class Intake:
             )
         elif was is not BreakerState.CLOSED and breaker.state() is BreakerState.CLOSED:
             engine_reporter.warn(f"breaker {what} closed", f"the storage answers again: {what}s are on")
+
+
+def _held_back(gaps: Gaps, key: bytes, present: Present, clear: Container[bytes] = ()) -> Status | None:
+    """Why a request's chunk is not tried: it is behind a gap, or one that is not tried again. None: it may be."""
+    if (why := gaps.ahead(key, present, clear)) is not None:
+        return Status(why).behind
+    own = gaps.at(key)
+    return Status(own) if own is not None and Status(own).is_shed else None
 
 
 def _evidence(outcome: JobOutcome | None) -> tuple[int, int, int]:

@@ -70,11 +70,22 @@ class Status(IntEnum):
     NOT_ADMITTED = 72  # the key was not offered before
     BUDGET = 73  # the write budget is used up
     BACKLOG = 74  # what is queued would take too long already
+    GAP = 75  # a chunk that comes before it in its request is not there
 
     @property
     def is_policy(self) -> bool:
-        """Left out because that is what was asked for: nothing failed."""
-        return self in (Status.NOT_ADMITTED, Status.BUDGET)
+        """Left out without being tried, because that is what was asked for, or for being of no use: nothing failed."""
+        return self in (Status.NOT_ADMITTED, Status.BUDGET, Status.GAP)
+
+    @property
+    def is_shed(self) -> bool:
+        """Left out to spare the storage: for this request it is not tried again."""
+        return self in (Status.BUDGET, Status.BACKLOG, Status.NO_SPACE)
+
+    @property
+    def behind(self) -> Status:
+        """Why what comes behind a chunk that was left out so, or failed so, is left out in its turn."""
+        return self if self.is_shed or self is Status.NOT_ADMITTED else Status.GAP
 
     @property
     def is_damage(self) -> bool:
@@ -103,6 +114,7 @@ _MEANING = {
     Status.NOT_ADMITTED: "offered for the first time",
     Status.BUDGET: "the write budget is used up",
     Status.BACKLOG: "the queue would take longer than max_queue_s",
+    Status.GAP: "a chunk before it is not there",
 }
 
 

@@ -76,7 +76,7 @@ COUNTED = (
         "kvxfer_store_chunks_total",
         "Chunks of stores by outcome; stored: written for this job; present: there already, or another job's. "
         "Left out: not_admitted (first offer), budget (of writes), backlog (max_queue_s), dropped (queue full), "
-        "no_space, off, breaker, index, busy.",
+        "no_space, off, breaker, index, busy, gap (a chunk before it in its request was left out or failed).",
         "chunks",
         outcome=_STORE_OUTCOMES,
     ),

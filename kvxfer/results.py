@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.bitmap import CompletionBitmap
 from kvxfer.errors import ConfigError, LayoutError
-from kvxfer.jobs import LOAD, ChunkError, JobOutcome, Status, nanoseconds
+from kvxfer.jobs import LOAD, STORE, ChunkError, JobOutcome, Status, nanoseconds
 from kvxfer.store.access import Access
 
 _FEW = 4096  # block ids
@@ -73,6 +73,12 @@ class PendingJob:
         """Say why a key's bit is not set."""
         self._errors.append(ChunkError(key, status))
         self.unanswered -= 1
+        self.cut(key, status)
+
+    def cut(self, key: int, status: Status) -> None:
+        """Of a store: this chunk was left out or failed, so that what follows it in the request is behind a gap."""
+        if self.direction == STORE:
+            self.access.gaps.open(self.keys[key], status)
 
     def miss(self) -> None:
         """The store does not have a key: its bit stays unset, and that is all there is to say."""
@@ -87,12 +93,14 @@ class PendingJob:
         for error in outcome.errors:
             self._errors.append(replace(error, chunk=index[error.chunk], where=where[error.chunk]))
             self.unanswered -= 1
+            self.cut(index[error.chunk], error.status)
 
     def withdraw(self, key: int, status: Status) -> None:
         """Take back a bit that was set."""
         self._arrived[key] = 0
         self.moved -= 1
         self._errors.append(ChunkError(key, status))
+        self.cut(key, status)
 
     def fail_rest(self, status: Status) -> None:
         """Answer every key that has no answer yet. (Keys that were missed are named with the rest.)"""

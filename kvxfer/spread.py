@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,12 +37,13 @@ LAG_S = 0.5  # a drive whose queued stores take so much longer than another's is
 class _Job:
     """A job whose parts are under way: one at most on each engine, under the job's own id."""
 
+    job_id: int
     waits_for: dict[int, NDArray[np.int64]]  # engine -> where its part's keys are in the job
     arrived: NDArray[np.bool_]  # [keys]
     nbytes: int = 0
     seconds: float = 0.0
     errors: list[ChunkError] = field(default_factory=list)
-    placed: list[bytes] = field(default_factory=list)  # keys of a store that were given a root
+    placed: list[bytes] = field(default_factory=list)  # keys of a store that it has under way
 
 
 class SpreadEngine:
@@ -67,7 +68,7 @@ class SpreadEngine:
         self._engines, self._weights = tuple(engines), tuple(weights)
         self._turns = [0.0] * len(engines)  # the one with the least is next: chunks sent there by their weight
         self._turn = 0.0  # of the last that was chosen; who took no stores for a while does not catch up
-        self._under_way: dict[bytes, int] = {}  # key that is being stored -> engine
+        self._under_way: dict[bytes, dict[int, int]] = {}  # key that is being stored: by job, on which engine
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
         self._ready: list[TransferResult] = []
@@ -100,6 +101,8 @@ class SpreadEngine:
     def touch(self, keys: Iterable[bytes], access: Access | None = None) -> None:
         """As TransferEngine.touch. A root hears of the keys that it has: the others' are no gaps in its chains."""
         keys = tuple(keys)
+        if access is not None:
+            access.place(keys)
         for number, engine in enumerate(self._engines):
             part = None if access is None else access.part(number)
             engine.touch([key for key in keys if engine.contains(key)], part)
@@ -163,9 +166,9 @@ class SpreadEngine:
         for number in having:
             if self._engines[number].answers_loads:
                 return number
-        under_way = self._under_way.get(key)
-        if under_way is not None and self._engines[under_way].takes_stores:
-            return under_way
+        for number in self._under_way.get(key, {}).values():
+            if self._engines[number].takes_stores:
+                return self._note(key, job, number)
         others = [number for number in range(len(self._engines)) if number not in having]
         choice = [number for number in others if self._engines[number].takes_stores]
         choice = [number for number in choice if affords[number] >= 1] or choice
@@ -176,7 +179,11 @@ class SpreadEngine:
         self._turn = max(self._turns[number], self._turn)
         self._turns[number] = self._turn + 1 / self._weights[number]
         affords[number] -= 1
-        self._under_way[key] = number
+        return self._note(key, job, number)
+
+    def _note(self, key: bytes, job: _Job, number: int) -> int:
+        """A job has a key under way to an engine, until it ends, whatever others that have it end with."""
+        self._under_way.setdefault(key, {})[job.job_id] = number
         job.placed.append(key)
         return number
 
@@ -191,9 +198,11 @@ class SpreadEngine:
         store: bool = False,
     ) -> None:
         """Hands each engine its part. What raises for the first of them raises; for others it is their part's end."""
-        job = _Job({}, np.zeros(len(keys), np.bool_))
-        if store and access is not None:
-            access.join_cuts()
+        job = _Job(job_id, {}, np.zeros(len(keys), np.bool_))
+        if store:  # its parts share its gaps, which are places in its whole chain
+            access = (access or Access()).place(keys)
+            # Here, since an engine asks its own root, and knows its own part, alone.
+            access.gaps.close_some(keys, cache(self.contains), lambda why: not Status(why).is_shed)
         with self._lock:
             if job_id in self._jobs:
                 raise LayoutError(f"job {job_id} is still open")
@@ -216,6 +225,9 @@ class SpreadEngine:
                         self._end(job_id)
                     raise
                 engine_reporter.failed("spread", f"a part of job {job_id} was refused", exc, job=job_id)
+                if store and part is not None:
+                    for i in index:
+                        part.gaps.open(keys[i], Status.CANCELLED)
                 errors = tuple(ChunkError(chunk, Status.CANCELLED) for chunk in range(len(index)))
                 self._take(number, TransferResult(job_id, CompletionBitmap.empty(len(index)), 0, 0.0, errors))
 
@@ -251,7 +263,10 @@ class SpreadEngine:
     def _end(self, job_id: int) -> None:
         """Called with the lock held."""
         for key in self._jobs.pop(job_id).placed:
-            self._under_way.pop(key, None)
+            on = self._under_way.get(key, {})
+            on.pop(job_id, None)  # a key that it names twice is there once
+            if not on:
+                self._under_way.pop(key, None)
 
     def cancel(self, job_id: int) -> None:
         """As TransferEngine.cancel."""

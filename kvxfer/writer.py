@@ -102,10 +102,16 @@ class StoreWriter:
                 job.fail(i, Status.BUSY)  # fewer of its blocks are on their way just now
             else:
                 write.waiters.append((job, i))
-        wanted, refused = self._intake.sift([job.keys[i] for i in todo], self._slot.slot_bytes, job.access)
+                job.access.gaps.close(key)  # if it fails, this one hears of it
+        keys = [job.keys[i] for i in todo]
+        places, refused = self._intake.sift(keys, self._slot.slot_bytes, job.access, self._present)
+        wanted = [todo[place] for place in places]
         self._intake.weigh(job, len(wanted) * self._slot.slot_bytes)
-        for start in range(0, len(wanted), self._batch):
-            self._submit(job, [todo[place] for place in wanted[start : start + self._batch]], masks)
+        while wanted:
+            batch, wanted = wanted[: self._batch], wanted[self._batch :]
+            if (short := self._submit(job, batch, masks)) is not None:  # nor is the rest tried, being behind that
+                self._give_up(job, dict.fromkeys(wanted, short))
+                break
         self._refuse(job, {todo[place]: why for place, why in refused.items()})
         if not todo and not job.unanswered:
             self._end(job)
@@ -117,6 +123,31 @@ class StoreWriter:
             for i, key in enumerate(job.keys):
                 if self._store.contains(self.digest, key, masks[i]):
                     job.arrive(i)
+
+    def spare(self, job: PendingJob) -> bool:
+        """Answers a store all of whose chunks are there, or were left out to spare the storage. For any thread.
+
+        Returns:
+            False: there is more to it, and nothing was answered.
+        """
+        if not job.access.gaps:
+            return False
+        masks, why = job.masks(), dict[int, Status]()
+        with suppress(StoreError):
+            absent = [i for i, key in enumerate(job.keys) if not self._store.contains(self.digest, key, masks[i])]
+            why = self._intake.spared([job.keys[i] for i in absent], job.access, self._present)
+        if not why:
+            return False
+        failed = {absent[place]: status for place, status in why.items()}
+        for i in range(len(job.keys)):
+            if i in failed:
+                job.fail(i, failed[i])
+            else:
+                job.arrive(i)
+        return True
+
+    def _present(self, key: bytes) -> bool:
+        return self._store.contains(self.digest, key)
 
     def _end(self, job: PendingJob) -> None:
         self._store.unpin(self._held.pop(job, ()))
@@ -131,7 +162,8 @@ class StoreWriter:
         self._late -= back
         self._store.release([self._lost.pop(which) for which in back])
 
-    def _submit(self, job: PendingJob, todo: list[int], masks: list[int]) -> None:
+    def _submit(self, job: PendingJob, todo: list[int], masks: list[int]) -> Status | None:
+        """Hands a batch to the runner; why not its last chunk, if not that."""
         slots: list[Reservation] = []
         status = Status.NO_SPACE
         permit = self._intake.admit(STORE, len(todo))
@@ -151,6 +183,11 @@ class StoreWriter:
         if not slots:
             self._intake.settle(STORE, permit, None)
         failed = dict.fromkeys(todo[len(slots) :], status) | dict.fromkeys(held_back, Status.BREAKER)
+        self._give_up(job, failed)
+        return next(reversed(failed.values()), None)
+
+    def _give_up(self, job: PendingJob, failed: dict[int, Status]) -> None:
+        """Chunks that were to be written and are not going to be, and why."""
         self._intake.unspent(len(failed) * self._slot.slot_bytes)
         self._intake.weigh(job, max(0, job.queued_bytes - len(failed) * self._slot.slot_bytes))
         self._refuse(job, failed)

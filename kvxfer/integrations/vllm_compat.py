@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,6 @@ try:
         OffloadingWorker,
         OffloadPolicy,
         PrepareStoreOutput,
-        ReqContext,
         RequestOffloadingContext,
         TransferResult,
     )
@@ -110,7 +109,6 @@ __all__ = [
     "open_region",
     "page_layout",
     "pin_region",
-    "prefix_order",
     "pipeline_partition",
     "rank0_stores_alone",
     "served_vllm_config",
@@ -129,31 +127,12 @@ _ROWS = next((name for name in ("chunk_ids", "block_ids") if name in _fields(Tra
 if _ROWS is None:
     raise ImportError("kvxfer's adapters need vLLM 0.28 to 0.33: its TransferJob names neither chunk_ids nor block_ids")
 _RESULT_FIELDS, _EVENT_FIELDS = _fields(JobResult), _fields(OffloadingEvent)
-_TELLS_POSITIONS = hasattr(ReqContext, "get_offload_key_position")
 _TAKES_DETECTOR = "backpressure_detector" in inspect.signature(SecondaryTierManager.__init__).parameters
 
 
 def job_rows(job: Any) -> NDArray[np.int64]:
     """The rows of the primary view that a TransferJob moves, one for each of its keys."""
     return np.asarray(getattr(job, str(_ROWS)), dtype=np.int64)
-
-
-def prefix_order(keys: Sequence[bytes], req_context: Any, touched: Iterable[Collection[bytes]] = ()) -> list[int]:
-    """Places of a job's keys in the order in which a prompt has them: vLLM hands those of a store over as a set.
-
-    Args:
-        req_context: knows from 0.32 on where in the prompt a key ends.
-        touched: what was touched last for the request, a chain for each group: the same for 0.28.
-
-    Returns:
-        Those whose place is not known last, as they came.
-    """
-    if _TELLS_POSITIONS:
-        find = req_context.get_offload_key_position
-    else:
-        find = {key: place for chain in touched for place, key in enumerate(chain)}.get
-    found = [find(key) for key in keys]
-    return sorted(range(len(keys)), key=lambda place: (found[place] is None, found[place] or 0))
 
 
 def key_positions(req_context: Any) -> Callable[[bytes], int | None] | None:

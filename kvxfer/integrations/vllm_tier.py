@@ -27,7 +27,6 @@ from kvxfer.integrations.vllm_metrics import Told, definitions
 from kvxfer.integrations.vllm_namespace import check_stages, fingerprint_of, namespace_of
 from kvxfer.integrations.vllm_reset import Reset
 from kvxfer.integrations.vllm_roots import Roots
-from kvxfer.keys import group_of
 from kvxfer.report import engine_reporter
 from kvxfer.store import Access
 
@@ -141,7 +140,6 @@ class KvxferTier(SecondaryTierManager):
         self._accesses: dict[str, Access] = {}  # by request: what it does to a chunk is one use
         self._failed: dict[str, set[bytes]] = {}  # by request: keys that did not arrive; every request that is there
         self._reset = Reset(self._engine.reset)
-        self._chains: dict[str, dict[bytes, Collection[bytes]]] = {}  # by request and group: what it touched last
         self._old: set[str] = set()  # requests that were there at a reset for new weights
         self._events: EventLog | None = None
         if self.config.enable_kv_events:
@@ -167,7 +165,6 @@ class KvxferTier(SecondaryTierManager):
     def on_request_finished(self, req_context: Any) -> None:
         """What failed for it is forgotten."""
         self._deadlines.left(req_context.req_id)
-        self._chains.pop(req_context.req_id, None)
         self._old.discard(req_context.req_id)
         self._accesses.pop(req_context.req_id, None)
         failed = self._failed.pop(req_context.req_id, None)
@@ -203,8 +200,6 @@ class KvxferTier(SecondaryTierManager):
         """Counts as a use."""
         try:
             self._engine.touch(keys, self._accesses.get(req_context.req_id))
-            if keys and req_context.req_id in self._failed:
-                self._chains.setdefault(req_context.req_id, {})[group_of(next(iter(keys)))] = keys
         except Exception as exc:  # a use that is not counted
             _report("touch", exc)
 
@@ -225,13 +220,11 @@ class KvxferTier(SecondaryTierManager):
             self._finish(metadata.job_id, job, None)
             return
         try:
-            rows = compat.job_rows(metadata)
-            if not is_load:
-                touched = self._chains.get(job.request, {}).values()
-                order = compat.prefix_order(job.keys, metadata.req_context, touched)
+            rows, access = compat.job_rows(metadata), self._accesses.get(job.request)
+            if not is_load:  # vLLM hands a store's keys over as a set
+                order = (access or Access(compat.key_positions(metadata.req_context))).order(job.keys)
                 job, rows = replace(job, keys=tuple(job.keys[place] for place in order)), rows[order]
                 self._jobs[metadata.job_id] = job
-            access = self._accesses.get(job.request)
             if self._deadlines.measuring:
                 self._measure(job)
             if is_load:

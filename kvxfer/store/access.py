@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from kvxfer.store.gaps import GROUP_BYTES, Gaps
 
 if TYPE_CHECKING:
     from kvxfer.store.entry import Entry
-
-GROUP_BYTES = 4  # at the end of a key: its KV-cache group (keys.py)
 
 
 class Access:
@@ -19,42 +19,67 @@ class Access:
 
     It also knows which key follows which: the keys of a call are in prefix order, each KV-cache group's by themselves,
     and what a request asks for later follows what it asked for before. Keys that were placed once stay where they are.
+    So it knows what is behind a gap (`gaps`).
 
-    `place` is for the thread that makes the request's calls; the store reads the rest under its table's lock.
+    `place` and `order` are for the thread that makes the request's calls; the store reads the rest under its table's
+    lock.
 
     Args:
         position: where in the request a key ends, where its owner knows: keys may then come in any order, and those of
             which it does not know it (None) follow nothing.
+        whole: of which this is a part.
     """
 
-    __slots__ = ("_before", "_last", "_parts", "_position", "_used", "cut")
+    __slots__ = ("_before", "_last", "_parts", "_places", "_position", "_used", "gaps")
 
-    def __init__(self, position: Callable[[bytes], int | None] | None = None) -> None:
+    def __init__(self, position: Callable[[bytes], int | None] | None = None, *, whole: Access | None = None) -> None:
         self._position = position
+        self._places: dict[bytes, int] = {} if whole is None else whole._places  # what `position` has said
         self._before: dict[bytes, bytes | None] = {}  # of each key that was placed: which it follows
         self._last: dict[bytes, bytes] = {}  # by group: the one that is followed by none yet
         self._used: set[bytes] = set()
         self._parts: dict[int, Access] = {}
-        self.cut: int | None = None  # why some of its chunks were left out, so that later ones would be behind a gap
+        places = None if position is None else self._places
+        self.gaps: Gaps = Gaps(self._before, places) if whole is None else whole.gaps
 
     def part(self, number: int) -> Access:
-        """The same request's in one of several stores, of which each has some of its chunks."""
-        part = self._parts.setdefault(number, Access(self._position))
-        if part.cut is None:
-            part.cut = self.cut
+        """The same request's in one of several stores, of which each has some of its chunks. Its gaps are those of all:
+        whoever spreads a request's stores places their keys here too."""
+        if (part := self._parts.get(number)) is None:
+            part = self._parts[number] = Access(self._position, whole=self)
         return part
 
-    def join_cuts(self) -> None:
-        """What was cut in one of several stores is cut, in all of them, for what comes from now on."""
-        if self.cut is None:
-            self.cut = next((part.cut for part in self._parts.values() if part.cut is not None), None)
+    def order(self, keys: Sequence[bytes]) -> list[int]:
+        """Places of these keys in the order of the request, as far as that is known: the rest last, as they came."""
+        found = self._told(keys) if self._position is not None else self._linked(keys)
+        known = sorted((n for n, key in enumerate(keys) if key in found), key=lambda n: found[keys[n]])
+        return known if len(known) == len(keys) else [*known, *(n for n, key in enumerate(keys) if key not in found)]
+
+    def _told(self, keys: Sequence[bytes]) -> Mapping[bytes, int]:
+        """Where keys end, asked for once each."""
+        places, position = self._places, self._position
+        if position is not None:
+            for key in keys:
+                if key not in places and (place := position(key)) is not None:
+                    places[key] = place
+        return places
+
+    def _linked(self, keys: Sequence[bytes]) -> Mapping[bytes, int]:
+        """Where in their chains keys were placed, for want of anything better."""
+        found: dict[bytes, int] = {}
+        for group in {key[-GROUP_BYTES:] for key in keys} if len(keys) > 1 else ():
+            chain, at = [], self._last.get(group)
+            while at is not None:
+                chain.append(at)
+                at = self._before.get(at)
+            found |= {key: n for n, key in enumerate(reversed(chain))}
+        return found
 
     def place(self, keys: Iterable[bytes]) -> Access:
         """Takes note of a call's keys, in their order; itself."""
-        position = self._position
-        if position is not None:
-            places = {key: place for key in keys if (place := position(key)) is not None}
-            keys = sorted(places, key=places.__getitem__)
+        if self._position is not None:
+            keys = list(keys)
+            keys = [keys[n] for n in self.order(keys) if keys[n] in self._places]
         groups: dict[bytes, list[bytes]] = {}
         for key in dict.fromkeys(keys):
             groups.setdefault(key[-GROUP_BYTES:], []).append(key)
@@ -66,7 +91,10 @@ class Access:
         before, last = self._before, self._last.get(group)
         # The latest in this run that was placed before it, and of all the latest.
         anchor = at = last if last is not None and self._goes_on(run, last) else None
-        for key in run:
+        tail = max((n + 1 for n, key in enumerate(run) if key in before), default=0)
+        for n, key in enumerate(run):
+            if n == tail and self._position is None:
+                at = last  # what comes behind all that is known in this run comes behind all that is known
             if key in before:
                 if at != anchor and before[key] == anchor:
                     before[key] = at  # what was not known came in between
@@ -82,8 +110,7 @@ class Access:
         """Whether a run begins behind what was asked for before: nothing of it is known, as far as positions say."""
         if self._position is None:
             return not any(key in self._before for key in run)
-        first, there = self._position(run[0]), self._position(last)
-        return run[0] not in self._before and first is not None and there is not None and there < first
+        return run[0] not in self._before and self._places[last] < self._places[run[0]]
 
     def before(self, key: bytes) -> bytes | None:
         """The key that this one follows in the request, as far as it is known."""

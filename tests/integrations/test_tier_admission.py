@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer.store import Access
 from tests.integrations import harness
 from tests.integrations.harness import HIT, MISS, Rig, keys_of
 from tests.integrations.test_tier_says import ROW, Managed, managed
@@ -126,10 +127,11 @@ def test_keys_whose_place_is_not_known_come_last_as_they_came() -> None:
 
     keys = keys_of([3, 1, 4, 0, 2])
     context = harness.ReqContext(req_id="a")
+    access = Access(compat.key_positions(context))
     if hasattr(context, "set_offload_key_position"):
         for number in (1, 3):
             context.set_offload_key_position(keys_of([number])[0], number)
-        assert compat.prefix_order(keys, context) == [1, 0, 2, 3, 4]
     else:
-        assert compat.prefix_order(keys, context, [keys_of([1, 3])]) == [1, 0, 2, 3, 4]
-    assert compat.prefix_order(keys, harness.ReqContext(req_id="b")) == list(range(5))
+        access.place(keys_of([1, 3]))
+    assert access.order(keys) == [1, 0, 2, 3, 4]
+    assert Access(compat.key_positions(harness.ReqContext(req_id="b"))).order(keys) == list(range(5))

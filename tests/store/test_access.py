@@ -191,6 +191,23 @@ def test_with_positions_keys_may_come_in_any_order() -> None:
     assert before(access, k) == [None, k[0], None, None, k[3], k[4], k[5], None]
 
 
+@pytest.mark.parametrize("positions", [False, True])
+def test_keys_are_put_in_the_order_of_the_request_and_what_is_not_known_comes_last(positions: bool) -> None:
+    k = [key(n) for n in range(8)]
+    places = {name: 64 * (n + 1) for n, name in enumerate(k[:6])}
+    access = Access(places.get if positions else None).place(k[:6])
+    mixed = [k[7], k[5], k[0], k[6], k[3]]
+    assert [mixed[n] for n in access.order(mixed)] == [k[0], k[3], k[5], k[7], k[6]]
+    assert access.order([]) == [] and access.order([k[7]]) == [0]
+
+
+def test_what_is_asked_for_behind_what_is_known_comes_behind_all_of_it() -> None:
+    k = [key(n) for n in range(6)]
+    access = Access().place(k[:4])
+    access.place([k[1], k[4]])
+    assert before(access, k[:5]) == [None, *k[:4]]
+
+
 def test_parts_of_a_request_in_several_stores_know_their_own_keys() -> None:
     k = [key(n) for n in range(6)]
     access = Access()
@@ -213,3 +230,36 @@ def test_whatever_is_asked_for_nothing_follows_itself(calls: list[list[int]], po
         while at is not None:
             at, steps = access.before(at), steps + 1
             assert steps < 10
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("open close store ask".split()), st.integers(0, 9), st.integers(0, 1)), max_size=40
+    ),
+    st.booleans(),
+)
+def test_a_chunk_is_behind_a_gap_if_one_of_its_group_comes_before_it(
+    steps: list[tuple[str, int, int]], positions: bool
+) -> None:
+    everything = [key(n, group) for n in range(10) for group in (0, 1)]
+    access = Access((lambda name: int.from_bytes(name[:8], "big")) if positions else None).place(everything)
+    gaps, stored, model = access.gaps, set[bytes](), dict[bytes, int]()
+    for what, number, group in steps:
+        name = key(number, group)
+        if what == "open":
+            gaps.open(name, number)
+            model[name] = number
+            stored.discard(name)
+        elif what == "close":
+            gaps.close(name)
+            model.pop(name, None)
+        elif what == "store":
+            stored.add(name)
+        else:
+            clear = {
+                key(n, group) for n in range(number // 2) if not model.keys() & {key(m, group) for m in range(n + 1)}
+            }
+            why = {model[key(n, group)] for n in range(number) if key(n, group) in model.keys() - stored}
+            found = gaps.ahead(name, stored.__contains__, clear)
+            assert (found in why) if why else found is None
