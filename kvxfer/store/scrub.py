@@ -160,7 +160,8 @@ class Scrubber:
             with store.cleaning():
                 self._pass = scrub_pass.note(store.config.root, self._pass)
         except KvxferError as exc:
-            _not_written(exc)
+            if not store.is_closed:  # it may just have been
+                _not_written(exc)
 
     def _end(self) -> bool:
         """All was looked at; False where that is because the store has gone."""
