@@ -26,8 +26,8 @@ STAGING_UNIT = 2 << 20  # bytes: staging is made in huge pages (kHuge in csrc/io
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 # What a store may own beside slabs and index: its small files, and those of its namespaces.
 _SMALL_MIN, _SMALL_MAX = 128 * _KIB, 2 * _MIB
-_SMALL_FIXED = 64 * _KIB  # kvxfer.json, lock, index/state.json, one temporary file and four directories
-_SMALL_FILES = 5
+_SMALL_FIXED = 64 * _KIB  # kvxfer.json, scrub.json, lock, index/state.json, a temporary file and four directories
+_SMALL_FILES = 6
 _DIRECTORY_ENTRY = 64  # bytes that one more slab's name may cost its directory
 _INDEX_MIN, _INDEX_MID, _INDEX_MAX = _MIB, 64 * _MIB, 1 << 40  # the largest can be mapped by any 64-bit process
 _MAX_NAMESPACES = 64

@@ -1,8 +1,8 @@
 """What the kernel has written to the drives under a directory, and how large they are, read off sysfs.
 
 Everybody's writes are in it: other files and programs on the same drive, and what the file system writes for itself.
-What a drive writes inside, for its own housekeeping, no file that everybody may read tells (NVMe's SMART log needs
-root): so the last factor of a drive's wear is not in it. What is not known is absent, with its reason; nothing raises.
+What a drive writes inside, for its own housekeeping, no file that everybody may read tells: that is drive_wear's. What
+is not known is absent, with its reason; nothing raises.
 """
 
 from __future__ import annotations

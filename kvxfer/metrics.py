@@ -7,7 +7,7 @@ it does not name cannot be counted. Nothing here locks: whoever owns a `Tally` d
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -93,8 +93,8 @@ class Tally:
         return self._counts | {key: tuple(series) for key, series in self._observed.items()}
 
 
-def add_up(parts: Iterable[Values]) -> dict[tuple[str, tuple[str, ...]], Value]:
-    """The sum of values of one table."""
+def add_up(parts: Iterable[Values], least: Container[str] = ()) -> dict[tuple[str, tuple[str, ...]], Value]:
+    """The sum of values of one table; of the series that `least` names the least instead."""
     total: dict[tuple[str, tuple[str, ...]], Value] = {}
     for part in parts:
         for key, value in part.items():
@@ -104,7 +104,7 @@ def add_up(parts: Iterable[Values]) -> dict[tuple[str, tuple[str, ...]], Value]:
             elif isinstance(value, tuple) and isinstance(before, tuple):
                 total[key] = tuple(a + b for a, b in zip(before, value, strict=True))
             elif not isinstance(value, tuple) and not isinstance(before, tuple):
-                total[key] = before + value
+                total[key] = min(before, value) if key[0] in least else before + value
             else:
                 raise ValueError(f"{key[0]} is a histogram in one part and a number in another")
     return total

@@ -228,6 +228,12 @@ _STORE_FIELDS = {
     ),
     "scrubbed_chunks": _counter("kvxfer_scrubbed_chunks_total", "Chunks that a scrub found right.", "chunks"),
     "scrubbed_bytes": _counter("kvxfer_scrubbed_bytes_total", "Their payload.", "bytes"),
+    "scrub_ended": _gauge(
+        "kvxfer_last_scrub_timestamp_seconds",
+        "When scrubs, of any process, last came to the end of a pass over all of the root, as known within ten "
+        "minutes; seconds since 1970, 0: never. Of several roots the one that is longest ago.",
+        "seconds",
+    ),
 }
 _STORE_REASONS = {
     "evictions": (
@@ -245,6 +251,8 @@ _STORE_REASONS = {
         INVALIDATION_REASONS,
     ),
 }
+
+_LEAST = ("kvxfer_last_scrub_timestamp_seconds",)  # of several stores not the sum, but the least
 
 ENGINE_SERIES = (*COUNTED, *READ)
 STORE_SERIES = (*_STORE_FIELDS.values(), *(series for series, _ in _STORE_REASONS.values()))
@@ -277,10 +285,15 @@ def render_metrics(*metrics: Metrics, gpus: GpuMonitor | None = None) -> str:
     several of them share counts once, as the last of them saw it, and so does a drive.
     """
     values = add_up(each.engine for each in metrics)
-    values |= add_up({each.store_id: each.store for each in metrics}.values())
+    values |= add_up_stores({each.store_id: each.store for each in metrics}.values())
     drives = {key: value for each in metrics for key, value in each.drives.items()}
     known = replace(DRIVE_WRITTEN, labels=(("drive", tuple(sorted(drive for _, (drive,) in drives))),))
     return (expose((*SERIES, known), values | drives) if metrics else "") + ("" if gpus is None else gpus.render())
+
+
+def add_up_stores(parts: Iterable[Values]) -> dict[tuple[str, tuple[str, ...]], Value]:
+    """The values of several stores as those of one."""
+    return add_up(parts, _LEAST)
 
 
 class Observer:

@@ -23,7 +23,7 @@ from kvxfer.errors import ConfigError, KvxferError, LayoutError
 from kvxfer.intake import Outlook
 from kvxfer.jobs import ChunkError, Status
 from kvxfer.metrics import add_up
-from kvxfer.observe import Metrics
+from kvxfer.observe import Metrics, add_up_stores
 from kvxfer.report import engine_reporter
 from kvxfer.results import TransferResult, refuse_repeated
 from kvxfer.store import Access
@@ -296,7 +296,7 @@ class SpreadEngine:
         """The sums: gauges too, so that `kvxfer_breaker_state` says how many drives are in a state."""
         each = [engine.metrics() for engine in self._engines]
         drives = {key: value for one in each for key, value in one.drives.items()}
-        return Metrics(add_up(one.engine for one in each), add_up(one.store for one in each), id(self), drives)
+        return Metrics(add_up(one.engine for one in each), add_up_stores(one.store for one in each), id(self), drives)
 
     def shutdown(self, timeout: float | None = None) -> int:
         """As TransferEngine.shutdown, of all at once."""

@@ -127,13 +127,23 @@ def _described(disks: list[Path]) -> Drive:
 
 def _pci_functions(disk: Path) -> list[Path]:
     """The PCI devices that a disk hangs on, nearest first; of a multipath NVMe drive those of its controllers."""
-    if disk.parent.parent.name == "nvme-subsystem":
-        controllers = sorted(each for each in disk.parent.iterdir() if re.fullmatch(r"nvme\d+", each.name))
-        return [place for each in controllers for place in _pci_functions(each.resolve())]
+    if _is_shared(disk):
+        return [place for each in controllers_of(disk) for place in _pci_functions(each)]
     for place in disk.parents:
         if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", place.name):
             return [place]
     return []
+
+
+def controllers_of(disk: Path) -> list[Path]:
+    """Where sysfs has the controllers of an NVMe disk, "nvme0": several are paths to one drive. Of other disks none."""
+    places = sorted(disk.parent.iterdir()) if _is_shared(disk) else [disk.parent]
+    return [each.resolve() for each in places if re.fullmatch(r"nvme\d+", each.name)]
+
+
+def _is_shared(disk: Path) -> bool:
+    """Whether it is an NVMe drive that may have several controllers."""
+    return disk.parent.parent.name == "nvme-subsystem"
 
 
 def pci_device(bus: str, sysfs: Path = SYSFS) -> Path:

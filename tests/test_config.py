@@ -41,7 +41,7 @@ def test_a_missing_root_is_named() -> None:
         ({"slab_bytes": 0}, "slab_bytes=0 must be an integer of at least 8192"),
         ({"slab_bytes": 10000}, "slab_bytes=10000 must be a multiple of 4096"),
         ({"slab_bytes": 64 << 30}, "capacity_bytes=68719476736 holds no slab of slab_bytes=68719476736"),
-        ({"max_files": 3}, "max_files=3 must be an integer of at least 7"),
+        ({"max_files": 3}, "max_files=3 must be an integer of at least 8"),
         ({"io": "gds"}, "io='gds' must be one of auto, posix, uring"),
         ({"durability": "fsync"}, "durability='fsync' must be one of none, process, power"),
         ({"durability": None}, "durability=None must be one of"),
@@ -101,7 +101,7 @@ def test_engine_values_that_cannot_work_are_named(changes: dict[str, Any], messa
         EngineConfig(**changes)
 
 
-@given(st.integers(4 << 20, 1 << 44), st.integers(7, 1 << 16))
+@given(st.integers(4 << 20, 1 << 44), st.integers(8, 1 << 16))
 def test_the_shares_never_pass_the_caps(capacity: int, max_files: int) -> None:
     config = StoreConfig(root=Path("/x"), capacity_bytes=capacity, max_files=max_files)
     nbytes, nfiles = config.slab_budget

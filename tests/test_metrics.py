@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.jobs import Status
-from kvxfer.metrics import Kind, Series, Tally, add_up, expose
-from kvxfer.observe import COUNTED, ENGINE_SERIES, SERIES, STORE_SERIES
+from kvxfer.metrics import Kind, Series, Tally, Values, add_up, expose
+from kvxfer.observe import COUNTED, ENGINE_SERIES, SERIES, STORE_SERIES, add_up_stores
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
 
 TABLE = (
@@ -99,6 +99,17 @@ def test_parts_add_up(parts: list[tuple[int, int]]) -> None:
     assert total.get(("t_jobs_total", ("in",)), 0) == sum(jobs for jobs, _ in parts)
     slow = sum(slow for _, slow in parts)
     assert total.get(("t_seconds", ('a "b" \\ c',)), (0, 0, 0, 0)) == (0, 0, slow, 2.0 * slow)
+
+
+def test_of_what_has_no_sum_the_least_counts() -> None:
+    """Of several stores' last scrubs the one that is longest ago; a store that was never scrubbed is 0."""
+    name = ("kvxfer_last_scrub_timestamp_seconds", ())
+    parts: list[Values] = [
+        {name: 1_800_000_000, ("kvxfer_slabs", ()): 2},
+        {name: 1_700_000_000, ("kvxfer_slabs", ()): 3},
+    ]
+    assert add_up_stores(parts) == {name: 1_700_000_000, ("kvxfer_slabs", ()): 5}
+    assert add_up_stores([*parts, {name: 0}])[name] == 0
 
 
 def test_a_value_that_is_missing_is_not_passed_over() -> None:

@@ -12,6 +12,7 @@ from kvxfer import probe
 from kvxfer.cli.doctor_calibration import calibration
 from kvxfer.cli.output import as_object
 from kvxfer.config import EngineConfig, StoreConfig, staging_buffer, staging_plan
+from kvxfer.drive_wear import Wear, ask_wear, drives_under
 from kvxfer.drive_writes import DriveWatch, DriveWrites
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry import PRESETS
@@ -129,7 +130,12 @@ class Directory:
     root: dict[str, int] | None = None  # format, alignment and weight_epoch, if it is a root
     drive: Drive | None = None  # None: not looked for
     writes: DriveWrites | None = None  # size of that drive, and what the kernel has written to it; None: as `drive`
+    wear: Wear | None = None  # what that drive says itself
     problem: str = ""  # why a store cannot use it
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self) | {"wear": None if self.wear is None else self.wear.as_json()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +175,7 @@ class Report:
             **{name: as_object(getattr(self.machine, name)) for name in names},
             "limits": self.limits,
             "memory": asdict(self.memory),
-            "directories": [asdict(place) for place in self.directories],
+            "directories": [place.as_json() for place in self.directories],
             "gpus": [asdict(gpu) | {"link_why": gpu.link_why} for gpu in self.gpus.gpus],
             "gpus_why": self.gpus.why,
             "calibration": None if self.calibration is None else as_object(self.calibration),
@@ -185,7 +191,7 @@ def examine(plan: Plan) -> Report:
         machine=machine,
         limits=probe.limits(),
         memory=plan.memory(),
-        directories=tuple(replace(place, rung=_rung(place, machine.cuda, plan.timeout_s)) for place in places),
+        directories=tuple(_asked(place, machine.cuda, plan.timeout_s) for place in places),
         gpus=ask_gpus(plan.timeout_s) if machine.nvml.ok else Gpus(why=machine.nvml.why),
         calibration=calibration(machine.cuda, plan.timeout_s) if plan.calibrate else None,
     )
@@ -207,6 +213,12 @@ def check_directory(
     thread.start()
     thread.join(timeout_s)
     return answer[0] if answer else Directory(path=str(path), problem=f"no answer within {timeout_s:g} s")
+
+
+def _asked(place: Directory, cuda: probe.Probe, timeout_s: float) -> Directory:
+    """With what is asked in processes of its own."""
+    wear = None if place.wear is None else ask_wear(place.wear, timeout_s)
+    return replace(place, rung=_rung(place, cuda, timeout_s), wear=wear)
 
 
 _LADDER = """
@@ -263,6 +275,7 @@ def _try(path: Path) -> Directory:
         free_inodes=room.f_favail if room.f_files else None,
         drive=drive_of(nearest),
         writes=DriveWatch(nearest).look(),
+        wear=drives_under(nearest),
     )
     if not nearest.is_dir():
         return replace(found, problem=f"{nearest} is no directory")

@@ -10,9 +10,11 @@ from rich.text import Text
 from kvxfer.admission import dwpd_to_bytes_per_s
 from kvxfer.cli.doctor_calibration import lines
 from kvxfer.cli.output import clean, screen, size
+from kvxfer.drive_wear import warnings
 
 if TYPE_CHECKING:
     from kvxfer.cli.doctor_job import Directory, Memory, Report
+    from kvxfer.drive_wear import DriveWear, Wear
     from kvxfer.drive_writes import DriveWrites
     from kvxfer.nvml import Gpu
     from kvxfer.topology import Drive
@@ -113,11 +115,32 @@ def _writes(writes: DriveWrites) -> list[str]:
         for disk, nbytes in writes.sizes.items()
     ]
     lines += [
-        f"{disk}: the kernel wrote {size(nbytes)} to it since the system started, for everybody; what it writes inside "
-        "is not known (NVMe's SMART log needs root)"
+        f"{disk}: the kernel wrote {size(nbytes)} to it since the system started, for everybody"
         for disk, nbytes in writes.written.items()
     ]
     return lines if lines else [f"no bytes written are known, nor a size for write_dwpd: {writes.why}"]
+
+
+def _wear(wear: Wear) -> list[str]:
+    """A line for each drive, and one for all."""
+    lines = [f"{drive.controller}: {_wear_of(drive)}" for drive in wear.drives]
+    if len(wear.drives) > 1 and wear.amplification is not None:
+        lines.append(f"together: amplification {wear.amplification:.2f} since they were made")
+    return lines + ([f"wear is not known: {wear.why}"] if wear.why else [])
+
+
+def _wear_of(drive: DriveWear) -> str:
+    if drive.host_written_bytes is None:
+        return f"wear is not known: {drive.why}"
+    said = f"{drive.percentage_used} % of its rated life is used, {drive.available_spare} % of its spare is left"
+    said += f" (least {drive.spare_threshold} %), {drive.media_errors:,} media errors; hosts wrote "
+    said += f"{size(drive.host_written_bytes)} to it since it was made"
+    if drive.media_written_bytes is not None:
+        said += f", and it {size(drive.media_written_bytes)} inside"
+    if drive.amplification is not None:
+        said += f": amplification {drive.amplification:.2f}"
+    warned = warnings(drive.critical_warning or 0)
+    return "; ".join([said, *(f"IT WARNS: {text}" for text in warned), *([drive.why] if drive.why else [])])
 
 
 def _show_directory(console: Console, place: Directory) -> None:
@@ -142,6 +165,9 @@ def _show_directory(console: Console, place: Directory) -> None:
         _more(console, _drive(place.drive))
     if place.writes is not None:
         for line in _writes(place.writes):
+            _more(console, line)
+    if place.wear is not None:
+        for line in _wear(place.wear):
             _more(console, line)
     if place.root is not None:
         said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in place.root.items())

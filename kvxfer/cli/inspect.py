@@ -49,7 +49,7 @@ def command(
         if as_json:
             output.print_json(as_object(seen))
         else:
-            inspect_view.show(seen, layouts_of(seen))
+            inspect_view.show(seen, layouts_of(seen), scrub_object(seen))
     if seen.findings:
         raise typer.Exit(output.FAILED)
 
@@ -88,6 +88,7 @@ def as_object(seen: Survey) -> dict[str, Any]:
             "file_bytes": seen.index.file_bytes,
             "entries": len(seen.index.records) if usable else None,
         },
+        "scrub": scrub_object(seen),
         "slabs": len(seen.slabs),
         "slab_bytes": sum(slab.file_bytes for slab in seen.slabs.values()),
         "layouts": [
@@ -106,6 +107,16 @@ def as_object(seen: Survey) -> dict[str, Any]:
         ],
         "findings": [finding_object(finding) for finding in seen.findings],
     }  # fmt: skip
+
+
+def scrub_object(seen: Survey) -> dict[str, Any]:
+    """When a pass of scrubs last came to its end (0: never), and how far the one that is under way has come."""
+    under_way = seen.scrubs.under_way
+    if under_way is None:
+        return {"ended": seen.scrubs.ended, "started": None, "behind": None}
+    places = [(record.slab_id, record.slot) for record in seen.index.records if seen.is_there(record)]
+    behind = sum(place < under_way.place for place in places) if seen.index.usable else None
+    return {"ended": seen.scrubs.ended, "started": under_way.started, "behind": behind}
 
 
 def finding_object(finding: Finding) -> dict[str, Any]:

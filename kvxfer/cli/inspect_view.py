@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from kvxfer.cli.output import clean, screen, size
+from kvxfer.cli.output import clean, moment, screen, size
 from kvxfer.store.root import FORMAT
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ SHOWN = 20  # findings, and namespaces; --json has all
 _FIELD_LETTERS = 200
 
 
-def show(seen: Survey, layouts: Sequence[LayoutUse], console: Console | None = None) -> None:
+def show(seen: Survey, layouts: Sequence[LayoutUse], scrub: dict[str, Any], console: Console | None = None) -> None:
     """Prints what is in a root; `console`: where to, None: standard output."""
     console = console or screen()
     console.print(Text(clean(seen.root), style="bold"))
@@ -35,6 +35,7 @@ def show(seen: Survey, layouts: Sequence[LayoutUse], console: Console | None = N
     index = seen.index
     state = f"{len(index.records):,} entries" if index.usable else f"{index.state}: {index.why}"
     _line(console, "index", f"{state}; {size(index.file_bytes)}")
+    _line(console, "scrub", _scrub(scrub))
     total = sum(slab.file_bytes for slab in seen.slabs.values())
     _line(console, "slabs", f"{len(seen.slabs)}, {size(total)}")
     for use in layouts:
@@ -50,6 +51,14 @@ def show(seen: Survey, layouts: Sequence[LayoutUse], console: Console | None = N
         _line(console, "", f"{view.digest.hex()[:12]}: {entries}{epoch}; {cut}")
     show_more(console, len(seen.namespaces))
     show_findings(console, seen.findings)
+
+
+def _scrub(scrub: dict[str, Any]) -> str:
+    said = f"last whole pass ended: {moment(scrub['ended'])}"
+    if scrub["started"] is not None:
+        behind = "" if scrub["behind"] is None else f", {scrub['behind']:,} chunks are behind it"
+        said += f"; one is under way, begun {moment(scrub['started'])}{behind}"
+    return said
 
 
 def show_findings(console: Console, findings: Sequence[Finding]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -140,6 +141,11 @@ def nbytes(text: str) -> int:
     if (match := _SIZE.fullmatch(text)) is None:
         raise typer.BadParameter(f"{text!r}: allowed are sizes such as 4096, 512M or 10GiB")
     return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
+
+
+def moment(seconds: int) -> str:
+    """A time in seconds since 1970, in words; 0 is "never"."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds)) if seconds else "never"
 
 
 def as_object(value: Any) -> dict[str, Any]:

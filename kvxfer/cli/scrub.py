@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +12,10 @@ import typer
 from kvxfer.cli import inspect_view, output
 from kvxfer.cli.arguments import Root
 from kvxfer.cli.inspect import finding_object
-from kvxfer.cli.output import clean, size
+from kvxfer.cli.output import clean, moment, size
 from kvxfer.store import Store
 from kvxfer.store.scrub import Scrubbed, Scrubber, Throttle
+from kvxfer.store.scrub_pass import read_scrubs
 
 EPILOG = (
     "Exit codes: 0 everything that was read is right; 1 something was damaged, and is a miss now, or could not be "
@@ -49,22 +49,48 @@ def command(
             parser=output.duration, metavar="TIME", help="Go on for ever: a pass, and the next 1d, ... later."
         ),
     ] = None,
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="Begin a pass, and go on with none that was cut short.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each pass.")] = False,
 ) -> None:
-    """Read and check what is stored, at a bounded rate, while servers serve it. What is damaged becomes a miss."""
+    """Read and check what is stored, at a bounded rate, while servers serve it. What is damaged becomes a miss.
+
+    A pass that was cut short, by whomever, is gone on with.
+    """
     failed = False
-    with output.errors(as_json, damaged=output.FAILED), Store.open_existing(root) as store, suppress(KeyboardInterrupt):
+    with output.errors(as_json, damaged=output.FAILED), Store.open_existing(root) as store:
         stop = threading.Event()
-        scrubber = Scrubber(lambda: store, Throttle(at_most or DEFAULT_RATE, stop.wait), stop)
-        while True:
-            done = scrubber.run()
-            failed = failed or bool(done.removed or done.unreadable)
-            _say(root, done, as_json)
-            if every is None:
-                break
-            stop.wait(every)
+        throttle = Throttle(at_most or DEFAULT_RATE, stop.wait)
+        scrubber = Scrubber(lambda: store, throttle, stop, anew=from_start)
+        try:
+            if not (as_json or from_start):
+                _say_how_far(store, "going on with")
+            while True:
+                done = scrubber.run()
+                failed = failed or bool(done.removed or done.unreadable)
+                _say(root, done, as_json)
+                if every is None:
+                    break
+                stop.wait(every)
+        except KeyboardInterrupt:
+            if not as_json:
+                _say_how_far(store, "the next scrub goes on with")
     if failed:
         raise typer.Exit(output.FAILED)
+
+
+def _say_how_far(store: Store, what: str) -> None:
+    """How far the pass is that is under way, if one is."""
+    root = store.config.root
+    if (under_way := read_scrubs(root).under_way) is None:
+        return
+    with store.cleaning() as cleaner:
+        behind, chunks = cleaner.behind(under_way.place)
+    typer.echo(
+        f"{clean(root)}: {what} the pass that was begun {moment(under_way.started)}; {behind:,} of {chunks:,} chunks "
+        "are behind it"
+    )
 
 
 def _say(root: Path, done: Scrubbed, as_json: bool) -> None:
@@ -74,6 +100,7 @@ def _say(root: Path, done: Scrubbed, as_json: bool) -> None:
     typer.echo(
         f"{clean(root)}: {done.chunks:,} chunks verified, {size(done.nbytes)}; damaged and removed: "
         f"{len(done.removed)}; not readable: {len(done.unreadable)}; changed meanwhile: {done.changed}"
+        + (f"; the rest of a pass that was begun {moment(done.started)}" if done.went_on else "")
     )
     inspect_view.show_findings(output.screen(), [*done.removed, *done.unreadable])
 
@@ -81,6 +108,9 @@ def _say(root: Path, done: Scrubbed, as_json: bool) -> None:
 def _object(root: Path, done: Scrubbed) -> dict[str, Any]:
     return {
         "root": str(root),
+        "started": done.started,
+        "went_on": done.went_on,
+        "complete": done.complete,
         "verified": done.chunks,
         "verified_bytes": done.nbytes,
         "changed": done.changed,

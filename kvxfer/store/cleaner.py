@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from kvxfer.config import StoreConfig
 from kvxfer.errors import IOFault, StoreError
 from kvxfer.report import reporter
 from kvxfer.staging import AlignedBuffer
@@ -15,7 +16,9 @@ from kvxfer.store.ledger import Ledger
 from kvxfer.store.namespaces import NamespaceFiles
 from kvxfer.store.rebuild import read_record
 from kvxfer.store.room import SlabRoom
+from kvxfer.store.scrub_pass import read_scrubs
 from kvxfer.store.slab import SlabFile
+from kvxfer.store.stats import Counts
 from kvxfer.store.table import Table
 
 STEP = 256  # chunks that are taken out with the root's lock held once
@@ -28,10 +31,16 @@ class Cleaner:
     """Removes at a store's word (`Store.cleaning`). All calls but `is_due` are made with the root's lock."""
 
     def __init__(
-        self, table: Table, room: SlabRoom, ledger: Ledger, namespaces: NamespaceFiles, ttl_s: float | None
+        self,
+        config: StoreConfig,
+        table: Table,
+        room: SlabRoom,
+        ledger: Ledger,
+        namespaces: NamespaceFiles,
+        counts: Counts,
     ) -> None:
         self._table, self._room, self._ledger, self._namespaces = table, room, ledger, namespaces
-        self._ttl_s = ttl_s
+        self._root, self._ttl_s, self._counts = config.root, config.ttl_s, counts
         self._next_tend = self._next_touch = 0.0
 
     # ---- at somebody's word ------------------------------------------------------------------------------
@@ -49,6 +58,12 @@ class Cleaner:
         """The entries in a slab, in the order in which they lie there."""
         with self._table.lock:
             return [entry for _, entry in sorted(slab.entries.items()) if not entry.dead]
+
+    def behind(self, place: tuple[int, int]) -> tuple[int, int]:
+        """(Entries that lie before a slab's slot, all entries); slabs go by number."""
+        with self._table.lock:
+            places = [(entry.slab.slab_id, entry.slot) for entry in self._table.living()]
+        return sum(each < place for each in places), len(places)
 
     def last_used(self) -> dict[bytes, int]:
         """When a chunk of a namespace was used last, by its digest; as exact as UseTimes."""
@@ -132,7 +147,8 @@ class Cleaner:
         return time.monotonic() >= self._next_tend
 
     def tend(self) -> bool:
-        """Says now and then that the namespaces served here are in use, and takes out what is past the store's ttl.
+        """Says now and then that the namespaces served here are in use, looks how scrubs get on, and takes out what is
+        past the store's ttl.
 
         Returns:
             False where the index could not be told; they are misses all the same, and it is told later.
@@ -143,6 +159,7 @@ class Cleaner:
         if now >= self._next_touch:
             self._next_touch = now + uses.GRAIN_S
             self._namespaces.touch(set(self._table.served))
+            self._counts.scrub_ended = read_scrubs(self._root).ended
         if self._ttl_s is None:
             self._next_tend = self._next_touch
             return True

@@ -25,7 +25,7 @@ from kvxfer.store.slab import SLAB_NAME, scan_directory
 from kvxfer.store.trust import DATA, STATE
 
 FORMAT = 1
-ROOT_FILE, NAMESPACE_FILE = "kvxfer.json", "namespace.json"
+ROOT_FILE, NAMESPACE_FILE, SCRUB_FILE = "kvxfer.json", "namespace.json", "scrub.json"
 SLABS, INDEX, NAMESPACES = "slabs", "index", "namespaces"
 _DIGEST_NAME = re.compile(r"[0-9a-f]{64}")
 _SMALL = 1 << 16
@@ -278,7 +278,7 @@ def _plain_name(relative: tuple[str, ...]) -> tuple[str, ...]:
 
 def _is_own(relative: tuple[str, ...]) -> bool:
     match relative:
-        case ("kvxfer.json",) | ("lock",):
+        case ("kvxfer.json",) | ("lock",) | ("scrub.json",):
             return True
         case ("slabs", name):
             return SLAB_NAME.fullmatch(name.removesuffix(TEMPORARY)) is not None

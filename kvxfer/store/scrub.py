@@ -2,6 +2,8 @@
 
 The store's own table says what is where, so nothing is copied and nobody waits. A slot may be given to another chunk
 while it is read: what fails counts only if the table, brought up to date, still has it, and it fails again.
+
+How far a pass has come is kept in the root (scrub_pass.py), and a pass that was cut short is gone on with.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvxfer.errors import IOFault, KvxferError
 from kvxfer.report import reporter
+from kvxfer.store import scrub_pass
 from kvxfer.store.entry import Entry
 from kvxfer.store.reading import Readable, SlotReader, open_slab
 from kvxfer.store.records import IndexRecord
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from kvxfer.store.store import Store
 
 PAUSE_S = 60.0  # between the passes of a store's own thread
+NOTE_S = 30.0  # how often it is written down how far a pass has come: what a process that is killed has read in vain
 
 Progress = Callable[[int], None]  # chunks looked at
 
@@ -70,14 +74,16 @@ class _Throttled:
 
 @dataclass(slots=True)
 class Scrubbed:
-    """What a pass came to."""
+    """What a pass came to, or the part of it that one process did."""
 
+    started: int = 0  # when the pass began, in seconds since 1970
+    went_on: bool = False  # with a pass that was begun before
     chunks: int = 0  # that were verified
     nbytes: int = 0  # their payload
     changed: int = 0  # that were evicted or replaced while they were read
     removed: list[Finding] = field(default_factory=list)  # damaged: they are misses now
     unreadable: list[Finding] = field(default_factory=list)  # the drive did not give them: they stay
-    complete: bool = False  # whether it looked at everything
+    complete: bool = False  # whether all was looked at since the pass began
 
     @property
     def looked_at(self) -> int:
@@ -93,6 +99,8 @@ class Scrubber:
         throttle: of the reads.
         stop: ends a pass early.
         progress: called after each chunk.
+        clock: seconds.
+        anew: begins a pass, though one is under way.
     """
 
     def __init__(
@@ -101,21 +109,70 @@ class Scrubber:
         throttle: Throttle,
         stop: threading.Event,
         progress: Progress | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        anew: bool = False,
     ) -> None:
         self._store, self._throttle, self._stop, self._progress = store, throttle, stop, progress
+        self._clock, self._anew = clock, anew
+        self._pass = scrub_pass.Pass(0, 0)
+        self._next_note = 0.0
 
     def run(self) -> Scrubbed:
-        """Looks at everything that is there, in the order in which it lies on the disk, slab by slab.
+        """Looks at everything that is there, in the order in which it lies on the disk, slab by slab; where a pass is
+        under way, at what comes behind its place.
 
         Raises:
             StoreError, IOFault: the store is closed, or its root cannot be locked.
         """
-        done = Scrubbed()
-        for slab in self._slabs():
-            if not self._look_into(slab, done):
-                return done
-        done.complete = not self._stop.is_set()
+        self._begin()
+        done = Scrubbed(started=self._pass.started, went_on=self._pass.place > (0, 0))
+        try:
+            done.complete = all(self._look_into(slab, done) for slab in self._slabs()) and self._end()
+        finally:
+            if not done.complete:
+                self._note()
         return done
+
+    def _begin(self) -> None:
+        self._pass = scrub_pass.new_pass()
+        self._next_note = self._clock() + NOTE_S
+        if (store := self._store()) is None:
+            return
+        with store.cleaning():
+            try:
+                self._pass = scrub_pass.begin(store.config.root, anew=self._anew)
+            except IOFault as exc:  # then it is not gone on with
+                _not_written(exc)
+
+    def _look_done(self, slab_id: int, slot: int) -> None:
+        """Everything before a slot was looked at."""
+        self._pass = replace(self._pass, slab=slab_id, slot=slot)
+        if self._clock() >= self._next_note:
+            self._note()
+
+    def _note(self) -> None:
+        """Writes down how far the pass is, and takes over what another process did for it."""
+        self._next_note = self._clock() + NOTE_S
+        if (store := self._store()) is None or store.is_closed:
+            return
+        try:
+            with store.cleaning():
+                self._pass = scrub_pass.note(store.config.root, self._pass)
+        except KvxferError as exc:
+            if not store.is_closed:  # it may just have been
+                _not_written(exc)
+
+    def _end(self) -> bool:
+        """All was looked at; False where that is because the store has gone."""
+        if (store := self._store()) is None:
+            return False
+        try:
+            with store.cleaning():
+                store.counts.scrub_ended = scrub_pass.end(store.config.root, self._pass)
+        except IOFault as exc:
+            _not_written(exc)
+        return True
 
     def _slabs(self) -> list[SlabFile]:
         if (store := self._store()) is None:
@@ -130,8 +187,8 @@ class Scrubber:
             return cleaner.in_slab(slab)
 
     def _look_into(self, slab: SlabFile, done: Scrubbed) -> bool:
-        """All chunks of one slab; False where it was told to stop."""
-        entries = self._entries(slab)
+        """All chunks of one slab that the pass has not come to yet; False where it was told to stop."""
+        entries = [entry for entry in self._entries(slab) if (slab.slab_id, entry.slot) >= self._pass.place]
         if not entries:
             return True
         place = _place(slab)
@@ -146,10 +203,13 @@ class Scrubber:
             for entry in entries:
                 if self._stop.is_set():
                     return False
+                if (slab.slab_id, entry.slot) < self._pass.place:  # another process was here meanwhile
+                    continue
                 if entry.dead:
                     done.changed += 1
                 else:
                     self._look(entry, reader, done)
+                self._look_done(slab.slab_id, entry.slot + 1)
                 if self._progress is not None:
                     self._progress(done.looked_at)
         return True
@@ -192,6 +252,10 @@ class Scrubber:
             return False
         with store.cleaning():
             return not entry.dead
+
+
+def _not_written(exc: KvxferError) -> None:
+    reporter.warn("scrub", f"how far a scrub is cannot be written down: {exc}", error=exc)
 
 
 def _place(slab: SlabFile) -> Slab:

@@ -84,7 +84,7 @@ class Store:
         self.counts = Counts()
         self._publisher = Publisher(self._table, self._ledger, self._allocator, self.counts)
         self._namespaces = NamespaceFiles(config)
-        self._cleaner = Cleaner(self._table, parts.room, self._ledger, self._namespaces, config.ttl_s)
+        self._cleaner = Cleaner(config, self._table, parts.room, self._ledger, self._namespaces, self.counts)
         self._change = threading.RLock()
         self.root = RootWatch(config.root, parts.opened.info, self._table)
         self._pid = os.getpid()

@@ -37,6 +37,7 @@ from kvxfer.store.root import (
     read_root,
     strangers,
 )
+from kvxfer.store.scrub_pass import Scrubs, read_scrubs
 from kvxfer.store.slab import FoundSlab, scan_directory, slab_file_bytes, slab_name, whole_slots
 from kvxfer.store.trust import DATA, STATE
 
@@ -139,6 +140,7 @@ class Survey:
     disk_bytes: int  # everything under the root
     disk_files: int
     findings: tuple[Finding, ...]
+    scrubs: Scrubs
 
     def is_there(self, record: IndexRecord) -> bool:
         """Whether the slot that a record names lies in a slab's file."""
@@ -177,6 +179,7 @@ def _look(root: Path) -> Survey:
         root=root, info=info, holders=holding, index=index, slabs=slabs,
         namespaces=_namespaces(root / NAMESPACES, index), leftovers=len(leftovers) + len(small),
         other_bytes=other_bytes, other_files=other_files, disk_bytes=disk_bytes, disk_files=disk_files, findings=(),
+        scrubs=read_scrubs(root),
     )  # fmt: skip
     unreadable = {slab.slab_id for slab in found if slab.error}
     return _with(seen, [*findings, *_astray(seen, unreadable)])

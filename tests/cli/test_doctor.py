@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.cli import doctor_job, main
+from kvxfer.cli import doctor_job, doctor_view, main
 from kvxfer.config import EngineConfig, staging_buffer, staging_plan
+from kvxfer.drive_wear import DriveWear, Wear
 from kvxfer.io import modes
 from kvxfer.store import Store
 from kvxfer.store.root import change_root
@@ -29,8 +30,10 @@ from tests.doubles import Doubles
 from tests.engine.rig import Node
 from tests.jobs.rig import GEOMETRY
 from tests.kvikio_double import HERE as KVIKIO_DOUBLE
+from tests.nvme_double import SMART, page
 from tests.oracle import Model
 from tests.store import rig
+from tests.test_drive_wear import HOST, MEDIA, SAID, WELL, install
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -239,6 +242,39 @@ def test_the_drive_of_a_directory_is_told(tmp_path: Path, capsys: Capsys, monkey
     assert report["directories"][0]["drive"] == told
     assert main(["doctor", str(tmp_path)]) == 0
     assert "drive nvme0n1, NUMA node 1, PCIe 4 x4: 7.9 GB/s at most" in capsys.readouterr().out
+
+
+def test_what_the_drives_say_of_their_wear_is_told(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first drive tells everything, the second warns and has no OCP page, the third is not there."""
+    tired = page(SMART, units_written=1, media_errors=0, **WELL | {"critical_warning": 4, "percentage_used": 101})
+    install(tmp_path, monkeypatch, nvme0={2: HOST, 0xC0: MEDIA}, nvme1={2: tired})
+    drives = tuple(DriveWear(controller=f"nvme{index}") for index in range(3))
+    monkeypatch.setattr(doctor_job, "drives_under", lambda path: Wear(drives=drives, why="sda is no NVMe drive"))
+    monkeypatch.setattr("kvxfer.drive_wear.ask_wear.__defaults__", (60.0, tmp_path / "dev"))
+    code, report = json_of(capsys, "doctor", tmp_path)
+    wear = report["directories"][0]["wear"]
+    assert (code, wear["why"], wear["amplification"]) == (0, "sda is no NVMe drive", None)
+    assert wear["drives"][0] == SAID | {"controller": "nvme0", "amplification": 1.25}
+    assert [drive["media_written_bytes"] for drive in wear["drives"]] == [SAID["media_written_bytes"], None, None]
+    assert main(["doctor", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "nvme0: 3 % of its rated life is used, 100 % of its spare is left (least 10 %), 7 media errors; hosts wrote "
+        "953.7 GiB to it since it was made, and it 1.2 TiB inside: amplification 1.25",
+        "nvme1: 101 % of its rated life is used",
+        "IT WARNS: its reliability is degraded; what it writes inside is not known: the drive gives no log page C0h",
+        "nvme2: wear is not known: there is no ",
+        "wear is not known: sda is no NVMe drive",
+    ):
+        assert text in said
+
+
+def test_drives_that_make_one_directory_have_an_amplification_together() -> None:
+    wear = Wear(drives=(DriveWear(controller="nvme0", **SAID), DriveWear(controller="nvme1", **SAID)))
+    assert doctor_view._wear(wear)[2] == "together: amplification 1.25 since they were made"
+    assert len(doctor_view._wear(replace(wear, why="sda is no NVMe drive"))) == 3, "no sum of a part"
 
 
 def test_it_cannot_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ ROOTS = st.sampled_from(["root", "root", "root", "r\0t", "\ud800", "r" * 300, "a
 STORE_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "capacity_bytes": st.sampled_from([4 << 20, 8 << 20, (4 << 20) - 1, 1 << 40, 1 << 50, 1 << 62, 1 << 70]),
     "slab_bytes": st.sampled_from([None, 8192, 65536, 8193, 1 << 30, 1 << 62]),
-    "max_files": st.sampled_from([4096, 7, 8, 64, 1 << 40]),
+    "max_files": st.sampled_from([4096, 7, 8, 9, 64, 1 << 40]),
     "io": st.sampled_from(["auto", "posix", "uring", "AUTO", ""]),
     "direct": st.sampled_from(["auto", "off", "on", "yes"]),
     "index_map_bytes": st.sampled_from([None, 1 << 20, (1 << 20) + 1, 1 << 40, 1 << 62]),
