@@ -56,9 +56,9 @@ class Real:
         policy: CachePolicy[Entry] = make_policy(self._policy)
         remove = policy.remove
 
-        def told(entry: Entry) -> None:
-            self.evicted.append(int.from_bytes(entry.key[:8], "big"))
-            remove(entry)
+        def told(item: Entry) -> None:
+            self.evicted.append(int.from_bytes(item.key[:8], "big"))
+            remove(item)
 
         policy.remove = told  # type: ignore[method-assign]
         return policy
@@ -88,9 +88,9 @@ class Simulated(Replay):
         self.evicted: list[int] = []
         remove = self._policy.remove
 
-        def told(block: int) -> None:
-            self.evicted.append(block)
-            remove(block)
+        def told(item: int) -> None:
+            self.evicted.append(item)
+            remove(item)
 
         self._policy.remove = told  # type: ignore[method-assign]
 
