@@ -74,13 +74,14 @@ class ARCPolicy(RankedPolicy[T]):
     def _order_of(self, item: T) -> Order[T]:
         return self._recent if item in self._recent else self._frequent
 
-    def _least(self) -> T | None:
+    def _least(self) -> tuple[T, Order[T]] | None:
         """The oldest of `recent` while that is longer than the target, else of `frequent`."""
-        orders = (self._recent, self._frequent)
-        if len(self._recent) <= self._target:
-            orders = (self._frequent, self._recent)
-        first = orders[0].oldest()
-        return orders[1].oldest() if first is None else first
+        order, other = self._recent, self._frequent
+        if len(order) <= self._target:
+            order, other = other, order
+        if (item := order.oldest()) is not None:
+            return item, order
+        return None if (item := other.oldest()) is None else (item, other)
 
     def _remember(self, item: T, order: Order[T]) -> None:
         ghosts = self._recent_ghosts if order is self._recent else self._frequent_ghosts
@@ -95,8 +96,8 @@ class ARCPolicy(RankedPolicy[T]):
 
     def _bound_ghosts(self) -> None:
         """The oldest go: `recent` and its ghosts are at most the capacity, and so are all ghosts together."""
-        most = self.capacity
-        while self._recent_ghosts and len(self._recent) + len(self._recent_ghosts) > most:
-            self._recent_ghosts.popitem(last=False)
-        while self.ghosts > most:
-            (self._frequent_ghosts or self._recent_ghosts).popitem(last=False)
+        most, recent, frequent = self._capacity, self._recent_ghosts, self._frequent_ghosts
+        while recent and len(self._recent) + len(recent) > most:
+            recent.popitem(last=False)
+        while len(recent) + len(frequent) > most:
+            (frequent or recent).popitem(last=False)

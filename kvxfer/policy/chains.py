@@ -9,7 +9,7 @@ T = TypeVar("T", bound=Hashable)
 LEAST_MISSING = 1024  # that are remembered however few entries there are
 
 
-class _Node(Generic[T]):
+class Node(Generic[T]):
     """One chunk of a chain: known, or missing while others that follow it are known."""
 
     __slots__ = ("before", "child", "cut", "item", "kids", "name", "next", "parent")
@@ -17,14 +17,14 @@ class _Node(Generic[T]):
     def __init__(self, name: Hashable, item: T | None) -> None:
         self.name = name
         self.item = item  # None: missing
-        self.parent: _Node[T] | None = None
-        self.child: _Node[T] | None = None  # the first of those that follow it; the others by `next`
-        self.next: _Node[T] | None = None
-        self.before: _Node[T] | None = None
+        self.parent: Node[T] | None = None
+        self.child: Node[T] | None = None  # the first of those that follow it; the others by `next`
+        self.next: Node[T] | None = None
+        self.before: Node[T] | None = None
         self.kids = 0  # of them, those through which something is known that is not about to go (`leave`)
         self.cut = False  # something before it is missing: no lookup gets here
 
-    def children(self) -> Iterator[_Node[T]]:
+    def children(self) -> Iterator[Node[T]]:
         """Those that follow it directly."""
         child = self.child
         while child is not None:
@@ -48,12 +48,12 @@ class Chains(Generic[T]):
     def __init__(self, sheltered: Callable[[T], None], exposed: Callable[[T], None]) -> None:
         self.unreachable = 0  # known ones with a missing one before them
         self.missing = 0
-        self._nodes: dict[Hashable, _Node[T]] = {}
+        self.nodes: dict[Hashable, Node[T]] = {}  # what is known of a chunk, by its name; theirs alone to change
         self._sheltered, self._exposed = sheltered, exposed
 
     def __len__(self) -> int:
         """Nodes, the missing ones too."""
-        return len(self._nodes)
+        return len(self.nodes)
 
     # ---- what is told --------------------------------------------------------------------------------------
 
@@ -63,14 +63,14 @@ class Chains(Generic[T]):
         Returns:
             Whether the last is known to follow the one before it.
         """
-        unclear: list[tuple[_Node[T], Hashable]] = []
+        unclear: list[tuple[Node[T], Hashable]] = []
         for i in range(len(names) - 1, 0, -1):  # from the end: what is missing counts where something known follows it
             name, item = names[i], items[i]
-            child = self._nodes.get(name)
+            child = self.nodes.get(name)
             if child is None:
                 if item is None:
                     continue
-                child = self._nodes[name] = _Node(name, item)
+                child = self.nodes[name] = Node(name, item)
             if child.parent is not None:
                 if child.parent.name != names[i - 1]:
                     unclear.append((child, names[i - 1]))
@@ -80,34 +80,34 @@ class Chains(Generic[T]):
             self._nearer(child, name)
         if len(names) < 2:
             return True
-        last = self._nodes.get(names[-1])
+        last = self.nodes.get(names[-1])
         return last is not None and last.parent is not None and last.parent.name == names[-2]
 
-    def _begin(self, child: _Node[T], name: Hashable, item: T | None) -> None:
+    def _begin(self, child: Node[T], name: Hashable, item: T | None) -> None:
         """`child` has followed nothing so far."""
-        parent = self._nodes.get(name)
+        parent = self.nodes.get(name)
         if parent is None:
             if item is None:
                 if self._is_full:
                     return
                 self.missing += 1
-            parent = self._nodes[name] = _Node(name, item)
-        above: _Node[T] | None = parent
+            parent = self.nodes[name] = Node(name, item)
+        above: Node[T] | None = parent
         while above is not None and above is not child:
             # What nothing follows is above nobody.
             above = above.parent if child.child is not None else None
         if above is None and parent is not child:
             self._attach(child, parent)
 
-    def _nearer(self, child: _Node[T], name: Hashable) -> None:
+    def _nearer(self, child: Node[T], name: Hashable) -> None:
         """`child` follows another one already. The one that is nearer stays; the first, where that is not known."""
-        old, parent = child.parent, self._nodes.get(name)
+        old, parent = child.parent, self.nodes.get(name)
         if old is not None and parent is not None and parent is not child and parent.parent is old:
             old.kids -= 1  # and not to 0: `parent` follows it
             self._unlist(child)
             self._attach(child, parent)
 
-    def _attach(self, child: _Node[T], parent: _Node[T]) -> None:
+    def _attach(self, child: Node[T], parent: Node[T]) -> None:
         child.parent, child.next = parent, parent.child
         if parent.child is not None:
             parent.child.before = child
@@ -115,7 +115,7 @@ class Chains(Generic[T]):
         self.stay(child)
         self._mark(child, parent.cut or parent.item is None)
 
-    def _unlist(self, child: _Node[T]) -> None:
+    def _unlist(self, child: Node[T]) -> None:
         if child.before is not None:
             child.before.next = child.next
         elif child.parent is not None:
@@ -126,17 +126,13 @@ class Chains(Generic[T]):
 
     @property
     def _is_full(self) -> bool:
-        return self.missing >= max(LEAST_MISSING, len(self._nodes) - self.missing)
+        return self.missing >= max(LEAST_MISSING, len(self.nodes) - self.missing)
 
     # ---- entries come and go -------------------------------------------------------------------------------
 
-    def node(self, name: Hashable) -> _Node[T] | None:
-        """What is known of the chunk of that name."""
-        return self._nodes.get(name)
-
     def enter(self, name: Hashable, item: T) -> bool:
         """An entry is known from now on; whether others follow it."""
-        if not self.missing or (node := self._nodes.get(name)) is None:
+        if not self.missing or (node := self.nodes.get(name)) is None:
             return False
         node.item = item
         self.missing -= 1
@@ -147,7 +143,7 @@ class Chains(Generic[T]):
                 self._mark(child, False)
         return node.kids > 0
 
-    def leave(self, node: _Node[T]) -> None:
+    def leave(self, node: Node[T]) -> None:
         """It is about to go: whatever it follows may go after it, unless others follow that."""
         parent = node.parent
         while parent is not None:
@@ -159,7 +155,7 @@ class Chains(Generic[T]):
                 return
             parent = parent.parent
 
-    def stay(self, node: _Node[T]) -> None:
+    def stay(self, node: Node[T]) -> None:
         """Undoes `leave`."""
         parent = node.parent
         while parent is not None:
@@ -171,7 +167,7 @@ class Chains(Generic[T]):
                 return
             parent = parent.parent
 
-    def remove(self, node: _Node[T]) -> None:
+    def remove(self, node: Node[T]) -> None:
         """An entry is gone. Pre: `leave`, or others follow it that do not go."""
         node.item = None
         if node.cut:
@@ -191,17 +187,17 @@ class Chains(Generic[T]):
             for child in node.children():
                 self._mark(child, True)
 
-    def _prune(self, node: _Node[T]) -> None:
+    def _prune(self, node: Node[T]) -> None:
         """Forgets a missing one that nothing follows, and those before it for which the same is then true."""
-        at: _Node[T] | None = node
+        at: Node[T] | None = node
         while at is not None and at.item is None and at.child is None:
             parent = at.parent
             self._unlist(at)
-            del self._nodes[at.name]
+            del self.nodes[at.name]
             self.missing -= 1
             at = parent
 
-    def _mark(self, node: _Node[T], cut: bool) -> None:
+    def _mark(self, node: Node[T], cut: bool) -> None:
         """Says of a node, and so of all that follow it, whether something before it is missing."""
         changed = [(node, cut)]
         while changed:

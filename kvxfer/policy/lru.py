@@ -27,5 +27,6 @@ class LRUPolicy(RankedPolicy[T]):
     def _order_of(self, item: T) -> Order[T]:
         return self._order
 
-    def _least(self) -> T | None:
-        return self._order.oldest()
+    def _least(self) -> tuple[T, Order[T]] | None:
+        item = self._order.oldest()
+        return None if item is None else (item, self._order)

@@ -52,10 +52,10 @@ class Order(Generic[T]):
 
     def remove(self, item: T) -> int:
         """Takes an entry out, hidden or not; its number."""
-        for part in (self._listed, self._returned, self._hidden):
-            if (number := part.pop(item, None)) is not None:
-                return number
-        raise KeyError(item)
+        number = self._returned.pop(item, None)
+        if number is None:
+            number = self._listed.pop(item, None)
+        return self._hidden.pop(item) if number is None else number
 
     def is_hidden(self, item: T) -> bool:
         """Whether an entry is hidden."""

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 
 from kvxfer.policy.base import CachePolicy, T, chunk_name
-from kvxfer.policy.chains import Chains
+from kvxfer.policy.chains import Chains, Node
 from kvxfer.policy.order import Order
 
 
@@ -25,17 +25,18 @@ class RankedPolicy(CachePolicy[T]):
     def __init__(self, *, name_of: Callable[[T], Hashable] = chunk_name, capacity: int | None = None) -> None:
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity={capacity} must be at least 1")
-        self._name_of, self._fixed = name_of, capacity
-        self._known = self._peak = self._number = 0
+        self._name_of, self._grows = name_of, capacity is None
+        self._known = self._capacity = self._number = 0
         self._pinned: set[T] = set()
         self._chains: Chains[T] = Chains(self._sheltered, self._exposed)
-        # Named by the latest `victims`, in this order, and where each was: its order and its number there.
-        self._named: dict[T, tuple[Order[T], int]] = {}
-        # Of these, the ones that were removed since: also the name of what each followed.
+        # Named by the latest `victims`, in this order, and where each was: its order, its number there, its node.
+        self._named: dict[T, tuple[Order[T], int, Node[T] | None]] = {}
+        # Of these, the ones that were removed since: instead of the node the name of what each followed.
         self._evicted: dict[T, tuple[Order[T], int, Hashable | None]] = {}
         # What was inserted since one went that followed something, by name: it may be that, and no node says so.
         self._since: dict[Hashable, T] = {}
         self._torn = False  # one of them followed something
+        self._measure(capacity or 0)
 
     # ---- what a policy says of itself ----------------------------------------------------------------------
 
@@ -52,8 +53,8 @@ class RankedPolicy(CachePolicy[T]):
         """The order in which a known entry is that was not named."""
 
     @abstractmethod
-    def _least(self) -> T | None:
-        """The entry of least worth of those that are not hidden. Asked again it answers the same."""
+    def _least(self) -> tuple[T, Order[T]] | None:
+        """The entry of least worth of those that are not hidden, and its order. Asked again it answers the same."""
 
     def _remember(self, item: T, order: Order[T]) -> None:
         """An entry was evicted from an order."""
@@ -64,6 +65,10 @@ class RankedPolicy(CachePolicy[T]):
     def _undo(self, item: T, order: Order[T]) -> None:
         """An entry was not evicted after all, and is back in its order."""
 
+    def _measure(self, capacity: int) -> None:
+        """What the capacity is from now on."""
+        self._capacity = capacity
+
     def _next_number(self) -> int:
         self._number += 1
         return self._number
@@ -71,7 +76,7 @@ class RankedPolicy(CachePolicy[T]):
     @property
     def capacity(self) -> int:
         """In entries."""
-        return self._peak if self._fixed is None else self._fixed
+        return self._capacity
 
     # ---- entries -------------------------------------------------------------------------------------------
 
@@ -80,8 +85,8 @@ class RankedPolicy(CachePolicy[T]):
         if self._named:
             self._put_back(0)
         self._known += 1
-        if self._known > self._peak:
-            self._peak = self._known
+        if self._grows and self._known > self._capacity:
+            self._measure(self._known)
         chains = self._chains
         hidden = chains.missing and chains.enter(self._name_of(item), item)
         place = None
@@ -131,19 +136,22 @@ class RankedPolicy(CachePolicy[T]):
         self._pinned.discard(item)
         if self._since:
             self._since.pop(self._name_of(item), None)
-        before: Hashable | None = None
-        if len(self._chains) and (node := self._chains.node(self._name_of(item))) is not None:
-            before = None if node.parent is None else node.parent.name
-            if place is None and not node.kids:
-                self._chains.leave(node)
-            self._chains.remove(node)
         if place is None:
             self._order_of(item).remove(item)
+            if (node := self._node(item)) is not None:
+                if not node.kids:
+                    self._chains.leave(node)
+                self._chains.remove(node)
             self._forget(item)
-        else:
-            self._evicted[item] = *place, before
-            self._torn |= before is not None
-            self._remember(item, place[0])
+            return
+        order, number, node = place
+        before: Hashable | None = None
+        if node is not None:
+            if node.parent is not None:
+                before, self._torn = node.parent.name, True
+            self._chains.remove(node)
+        self._evicted[item] = order, number, before
+        self._remember(item, order)
 
     def __len__(self) -> int:
         return self._known - len(self._pinned)
@@ -165,10 +173,13 @@ class RankedPolicy(CachePolicy[T]):
         """Known entries before which something is missing."""
         return self._chains.unreachable
 
+    def _node(self, item: T) -> Node[T] | None:
+        """What chains know of an entry."""
+        nodes = self._chains.nodes
+        return nodes.get(self._name_of(item)) if nodes else None
+
     def _is_followed(self, item: T) -> bool:
-        if not len(self._chains) or (node := self._chains.node(self._name_of(item))) is None:
-            return False
-        return node.kids > 0
+        return (node := self._node(item)) is not None and node.kids > 0
 
     def _sheltered(self, item: T) -> None:
         if item not in self._pinned:
@@ -186,10 +197,11 @@ class RankedPolicy(CachePolicy[T]):
         if len(named) > n:
             self._put_back(max(0, n))
         self._evicted, self._since, self._torn = {}, {}, False
-        while len(named) < n and (item := self._least()) is not None:
-            order = self._order_of(item)
-            named[item] = order, order.remove(item)
-            if len(chains) and (node := chains.node(self._name_of(item))) is not None:
+        while len(named) < n and (least := self._least()) is not None:
+            item, order = least
+            node = self._node(item)
+            named[item] = order, order.remove(item), node
+            if node is not None:
                 chains.leave(node)
         return list(named)
 
@@ -202,7 +214,7 @@ class RankedPolicy(CachePolicy[T]):
     def _put_back(self, kept: int) -> None:
         """All that are named but the first `kept` stay after all."""
         while len(self._named) > kept:
-            item, (order, number) = self._named.popitem()
+            item, (order, number, node) = self._named.popitem()
             order.put(item, number)
-            if len(self._chains) and (node := self._chains.node(self._name_of(item))) is not None:
+            if node is not None:
                 self._chains.stay(node)

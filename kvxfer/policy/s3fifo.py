@@ -33,6 +33,7 @@ class S3FIFOPolicy(RankedPolicy[T]):
     """
 
     def __init__(self, *, name_of: Callable[[T], Hashable] = chunk_name, capacity: int | None = None) -> None:
+        self._small_target = self._most_ghosts = 1
         super().__init__(name_of=name_of, capacity=capacity)
         self._small: Order[T] = Order()
         self._main: Order[T] = Order()
@@ -42,12 +43,17 @@ class S3FIFOPolicy(RankedPolicy[T]):
     @property
     def small_target(self) -> int:
         """Entries that the small queue is to have."""
-        return max(1, int(SMALL * self.capacity))
+        return self._small_target
 
     @property
     def ghosts(self) -> int:
         """Names remembered; at most what is left of the capacity beside the small queue, and 1 in any case."""
         return len(self._ghosts)
+
+    def _measure(self, capacity: int) -> None:
+        super()._measure(capacity)
+        self._small_target = max(1, int(SMALL * capacity))
+        self._most_ghosts = max(1, capacity - self._small_target)
 
     def _enter(self, item: T) -> None:
         """The youngest: of the main queue a ghost, of the small one any other."""
@@ -65,16 +71,16 @@ class S3FIFOPolicy(RankedPolicy[T]):
     def _order_of(self, item: T) -> Order[T]:
         return self._small if item in self._small else self._main
 
-    def _least(self) -> T | None:
+    def _least(self) -> tuple[T, Order[T]] | None:
         """What has been used since it was looked at last goes on, in the main queue; the first that hasn't is it."""
-        small, main, uses, target = self._small, self._main, self._uses, self.small_target
+        small, main, uses, target = self._small, self._main, self._uses, self._small_target
         while True:
             item = small.oldest() if len(small) >= target else None
             if item is None:
                 item = main.oldest()
                 if item is not None:
                     if not (count := uses.pop(item, 0)):
-                        return item
+                        return item, main
                     if count > 1:
                         uses[item] = count - 1
                     main.renew(item, self._next_number())
@@ -83,7 +89,7 @@ class S3FIFOPolicy(RankedPolicy[T]):
                 if item is None:
                     return None
             if uses.get(item, 0) < PROMOTED:
-                return item
+                return item, small
             del uses[item]
             small.remove(item)
             main.add(item, self._next_number())
@@ -93,7 +99,7 @@ class S3FIFOPolicy(RankedPolicy[T]):
         self._uses.pop(item, None)
         if order is self._small:
             self._ghosts[self._name_of(item)] = None
-            while len(self._ghosts) > max(1, self.capacity - self.small_target):
+            while len(self._ghosts) > self._most_ghosts:
                 self._ghosts.popitem(last=False)
 
     def _forget(self, item: T) -> None:

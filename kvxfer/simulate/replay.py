@@ -74,7 +74,8 @@ class Replay:
         self.counts = Counts()
         # A block is its own entry and its own name. (That one which comes back is equal to the one that was evicted
         # makes no difference: the policies are asked for victims again before anything is stored in a full store.)
-        self._policy = make_policy(setup.policy, name_of=_itself, capacity=setup.capacity_blocks)
+        # As in the store it measures itself by what there ever was at once, and not by the capacity.
+        self._policy = make_policy(setup.policy, name_of=_itself)
         self._held: dict[int, int | None] = {}  # the block that each follows
         self._seen = SecondTouch(setup.second_touch_names) if setup.second_touch_names else None
         self._now = 0.0
