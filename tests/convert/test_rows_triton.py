@@ -182,7 +182,7 @@ def check_any_plan(data: st.DataObject) -> None:
     """Fragments of any size, stride and alignment; pages cut into runs at random, in any canonical order."""
     draw = data.draw
     grain = draw(st.sampled_from([1, 2, 4, 8, 16]))
-    per_chunk, num_rows, num_blocks = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    per_chunk, num_rows, num_blocks = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     groups, tensors = [], []
     for number in range(draw(st.integers(1, 2))):
         cells, mine, at = [], [], grain * draw(st.integers(0, 9))
@@ -213,11 +213,15 @@ def check_any_plan(data: st.DataObject) -> None:
         tensors.append(mine)
     width = max(g.row_bytes for g in groups) + draw(st.integers(0, 9))
     rows = aligned_rows(num_rows, width + -width % grain)
-    most = min(num_blocks, num_rows * per_chunk, 3)
-    counts = [draw(st.integers(0, most)) for _ in groups]
+    # A row is of one group, as in vLLM: of two that write one, the order of the programs would say whose bytes stay.
+    owners = [draw(st.integers(0, len(groups) - 1)) for _ in range(num_rows)]
+    theirs = [
+        [row * per_chunk + place for row, owner in enumerate(owners) if owner == number for place in range(per_chunk)]
+        for number in range(len(groups))
+    ]
+    counts = [draw(st.integers(0, min(num_blocks, len(mine), 3))) for mine in theirs]
     ids = [i for count in counts for i in draw(st.permutations(range(num_blocks)))[:count]]
-    # Rows of groups are apart in vLLM; where they meet here, the last one stays, by hand and in the interpreter.
-    pages = [p for count in counts for p in draw(st.permutations(range(num_rows * per_chunk)))[:count]]
+    pages = [p for mine, count in zip(theirs, counts, strict=True) for p in draw(st.permutations(mine))[:count]]
     both_ways(groups, tensors, rows, (int64(*ids), int64(*pages), int64(*counts)), draw(st.sampled_from([None, 1, 2])))
 
 
