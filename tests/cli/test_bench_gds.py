@@ -12,7 +12,7 @@ import pytest
 from kvxfer.cli import bench_plot, main
 from kvxfer.testing import FaultyIO
 from tests.cli.bench_gds_rig import QUICK, WHOLE, Capsys, K, M, bench, nothing_left
-from tests.cli.commands import json_of, run
+from tests.cli.commands import forked, json_of
 
 __all__ = ["nothing_left"]
 
@@ -48,7 +48,9 @@ def test_sizes_are_measured_each_and_their_spelling_is_free(tmp_path: Path, caps
 
 
 def test_a_person_sees_a_table(tmp_path: Path) -> None:
-    done = run("bench", "gds", tmp_path, *QUICK, "--sizes", "64K,128K", "--drive-gbps", "2.5", "--operation", "mixed")
+    done = forked(
+        "bench", "gds", tmp_path, *QUICK, "--sizes", "64K,128K", "--drive-gbps", "2.5", "--operation", "mixed"
+    )
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     for text in ("64.0 KiB", "128.0 KiB", "read", "write", "2.50 GB/s (--drive-gbps)", "not crossed", "checked  ",

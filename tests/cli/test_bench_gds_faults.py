@@ -19,7 +19,7 @@ from kvxfer.io.posix import PosixFile
 from kvxfer.io.system import sys_open
 from kvxfer.testing import FaultyIO
 from tests.cli.bench_gds_rig import INSIDE, QUICK, WHOLE, Capsys, K, M, bench, nothing_left
-from tests.cli.commands import PROJECT, run, run_on_terminal
+from tests.cli.commands import PROJECT, forked, run_on_terminal
 
 __all__ = ["nothing_left"]
 
@@ -296,7 +296,7 @@ def test_what_is_used_of_files_given_is_said(files: list[Path], capsys: Capsys) 
     whole = sum(path.stat().st_size // 4096 * 4096 for path in files)
     _, report = bench(capsys, *files, "--threads", 1, "--span", "1G")
     assert report["used_bytes"] == whole < report["options"]["span_bytes"]
-    done = run("bench", "gds", *files, *QUICK, "--span", "1G")
+    done = forked("bench", "gds", *files, *QUICK, "--span", "1G")
     assert "6.0 MiB of files" in done.stdout
 
 
