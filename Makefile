@@ -39,6 +39,8 @@ test: install ## every test that needs no GPU, but for the slow ones; JOBS=1 one
 
 test-slow: install ## the slow ones: more of what the others try a little of
 	@$(BIN)/python -m pytest -m 'slow and not gpu and not gds' --timeout 900 $(ARGS)
+	@EXAMPLES=5 $(BIN)/python -m pytest tests/properties tests/kernels/test_tables.py -m 'not slow and not gpu and not gds' \
+	--timeout 900 -n $(JOBS) --dist loadfile $(ARGS)
 
 # tests/soak: every call of a store failed once, and processes that are killed under load.
 SOAK_SECONDS ?= 600

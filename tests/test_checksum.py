@@ -98,7 +98,7 @@ def test_k1_tells_columns_apart_modulo_2_11() -> None:
 def test_k2_is_1_modulo_2_11_and_tells_rows_apart_modulo_2_33() -> None:
     table = k2(np.arange(MAX_ROWS, dtype=np.uint64))
     assert np.all(table % 2**11 == 1)
-    assert np.unique(table % 2**33).size == MAX_ROWS
+    assert np.bincount((table % 2**33 >> 11).astype(np.int64)).max() == 1  # sorting them would take seconds
 
 
 SEGMENT = np.random.default_rng(1).integers(0, 2**32, size=12 * ROW_WORDS, dtype=np.uint32)

@@ -289,9 +289,20 @@ def group_hits(draw: st.DrawFn, prompt: int) -> GroupHits:
     )
 
 
-@settings(max_examples=600)
+@settings(max_examples=150)
 @given(st.data())
 def test_the_answer_is_the_best_of_all_cuts(data: st.DataObject) -> None:
+    check_best(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000)
+@given(st.data())
+def test_the_answer_is_the_best_of_all_cuts_of_many(data: st.DataObject) -> None:
+    check_best(data)
+
+
+def check_best(data: st.DataObject) -> None:
     prompt = data.draw(st.integers(0, 60))
     groups = data.draw(st.lists(group_hits(prompt), min_size=1, max_size=3))
     assert usable_prefix(groups, prompt_tokens=prompt) == by_search(groups, prompt)

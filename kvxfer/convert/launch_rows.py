@@ -125,7 +125,8 @@ class DeviceRowPlan:
         Args:
             block_ids: [n], those of the first group, then those of the next ...
             pages: [n], distinct within a group: where block i goes, counted through all of the plan's rows: row number
-                * blocks_per_chunk + block of the chunk.
+                * blocks_per_chunk + block of the chunk. A row is of one group: where two write one, it is left
+                to chance whose bytes stay.
             group_pages: how many of the n are of each group.
             rows: other rows to use, of the same layout: staging, say. They must stay until the job is done.
             places: [n], the pages of `rows` to use; `pages` then only say who writes. None: `pages`.

@@ -107,7 +107,8 @@ class RowPlan:
         Args:
             block_ids: [n], those of the first group, then those of the next ...
             pages: [n], distinct within a group: where block i goes, counted through all rows: row number *
-                blocks_per_chunk + block of the chunk.
+                blocks_per_chunk + block of the chunk. A row is of one group: where two write one, several
+                threads leave it to chance whose bytes stay.
             group_pages: how many of the n are of each group.
             threads: at most so many.
 

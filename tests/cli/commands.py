@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.cli import main
+from tests import forks
 
 PROJECT = Path(__file__).resolve().parents[2]
 Json = Callable[..., tuple[int, dict[str, Any]]]
@@ -27,12 +28,17 @@ def run(*arguments: object, stdin: Any = subprocess.DEVNULL, **options: Any) -> 
     )  # fmt: skip
 
 
+def forked(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As `run`, in milliseconds: in a process of its own that is a fork (tests/forks.py)."""
+    return forks.run("kvxfer.cli", *arguments, **options)
+
+
 def run_on_terminal(answer: str, *arguments: object) -> tuple[int, str, str]:
     """With standard input and error on a terminal, where somebody types `answer`: (exit code, output, terminal)."""
     ours, theirs = pty.openpty()
     try:
         os.write(ours, answer.encode())
-        done = run(*arguments, stdin=theirs, stderr=theirs, env={"TERM": "xterm", "COLUMNS": "100"})
+        done = forked(*arguments, stdin=theirs, stderr=theirs, env={"TERM": "xterm", "COLUMNS": "100"})
         os.set_blocking(ours, False)
         try:
             shown = os.read(ours, 1 << 20).decode()

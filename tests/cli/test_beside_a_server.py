@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.store import Store
-from tests.cli.commands import json_of, run
+from tests.cli.commands import forked, json_of
 from tests.engine.rig import Node, keys_of
 from tests.jobs.rig import GEOMETRY
 from tests.oracle import Model
@@ -36,10 +36,10 @@ def until(node: Node, hits: int) -> None:
 
 def test_a_repair_takes_out_what_fails(node: Node, tmp_root: Path) -> None:
     node.flip(5, 50)
-    done = run("verify", tmp_root)
+    done = forked("verify", tmp_root)
     assert done.returncode == 1
     assert keys_of([5])[0].hex() in done.stdout
-    done = run("verify", tmp_root, "--repair", "--yes")
+    done = forked("verify", tmp_root, "--repair", "--yes")
     assert done.returncode == 0, done.stdout + done.stderr
     until(node, 5)
     result = node.get(EIGHT)
@@ -52,7 +52,7 @@ def test_a_repair_takes_out_what_fails(node: Node, tmp_root: Path) -> None:
 
 def test_a_bump_reaches_a_server_that_goes_on_in_the_new_epoch(node: Node, tmp_root: Path) -> None:
     before = node.writer.digest
-    done = run("epoch", "bump", tmp_root, "--yes")
+    done = forked("epoch", "bump", tmp_root, "--yes")
     assert (done.returncode, done.stderr) == (0, "")
     until(node, 0)
     assert node.get(EIGHT).bitmap.none()
@@ -86,7 +86,7 @@ def test_who_has_it_open(node: Node, tmp_root: Path, capsys: pytest.CaptureFixtu
 def test_a_bump_while_a_server_keeps_the_lock(node: Node, tmp_root: Path) -> None:
     """As one that hangs with it does: after some seconds that is said, and nothing has changed."""
     with node.store._lock.held():
-        done = run("epoch", "bump", tmp_root, "--yes")
+        done = forked("epoch", "bump", tmp_root, "--yes")
     assert done.returncode == 2
     assert "is locked by another process" in done.stderr
     assert Store.bump_epoch_of(tmp_root) == (0, 1)

@@ -17,6 +17,7 @@ from kvxfer.convert import native
 from kvxfer.engine import TransferEngine
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import PRESETS
+from tests.cli.commands import forked
 
 BLOCK_BYTES = {name: geometry.block_bytes for name, geometry in PRESETS.items()}
 PROMISED = (
@@ -43,7 +44,7 @@ def demo(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_by_default_28_of_40_blocks_are_kept() -> None:
-    done = run("demo", "--json")
+    done = forked("demo", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert not set(PROMISED) - report.keys()
@@ -56,7 +57,7 @@ def test_by_default_28_of_40_blocks_are_kept() -> None:
 
 
 def test_the_human_view_says_it_without_colour() -> None:
-    done = run("demo", "--blocks", "20", "--lose", "12,15")
+    done = forked("demo", "--blocks", "20", "--lose", "12,15")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert "\x1b" not in done.stdout

@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.cli import main
 from kvxfer.store import Store
-from tests.cli.commands import json_of, run, run_on_terminal
+from tests.cli.commands import forked, json_of, run_on_terminal
 from tests.store import damage, rig
 from tests.store.damage import NEWER
 
@@ -51,7 +51,7 @@ def test_it_asks(tmp_root: Path) -> None:
 
 def test_without_a_terminal_it_needs_yes(tmp_root: Path) -> None:
     damage.fill(tmp_root)
-    done = run("epoch", "bump", tmp_root)
+    done = forked("epoch", "bump", tmp_root)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "--yes" in done.stderr
     assert stored(tmp_root) == (0, damage.ROWS)

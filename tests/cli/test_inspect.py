@@ -12,7 +12,7 @@ import pytest
 
 from kvxfer.cli import main
 from kvxfer.store import Store
-from tests.cli.commands import PROJECT, json_of, run
+from tests.cli.commands import PROJECT, forked, json_of, run
 from tests.engine.rig import Node, keys_of
 from tests.jobs.rig import GEOMETRY
 from tests.oracle import Model
@@ -79,18 +79,18 @@ def test_a_server_that_has_it_open_is_named_and_not_disturbed(tmp_root: Path) ->
     with server:
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
-        done = run("inspect", tmp_root)
+        done = forked("inspect", tmp_root)
         assert (done.returncode, done.stderr) == (0, "")
         assert f"process {server.pid}" in done.stdout
         assert "30 entries" in done.stdout
         server.communicate("")
     assert server.returncode == 0
-    assert "open in      none" in run("inspect", tmp_root).stdout
+    assert "open in      none" in forked("inspect", tmp_root).stdout
 
 
 def test_the_human_view(tmp_root: Path) -> None:
     damage.fill(tmp_root)
-    done = run("inspect", tmp_root)
+    done = forked("inspect", tmp_root)
     assert (done.returncode, done.stderr) == (0, "")
     assert "format 1, alignment 4096, weight epoch 0" in done.stdout
     assert f"{ROWS + SHARED} entries" in done.stdout

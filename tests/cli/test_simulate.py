@@ -17,7 +17,7 @@ from kvxfer.cli import BAD_INPUT, bench_plot, main, simulate_job, simulate_plan
 from kvxfer.errors import ConfigError
 from kvxfer.policy import POLICIES
 from kvxfer.simulate import survey
-from tests.cli.commands import PROJECT, json_of, run
+from tests.cli.commands import PROJECT, forked, json_of
 from tests.simulate.prompts import write
 
 SAMPLE = PROJECT / "tests" / "data" / "conversation-500.jsonl"
@@ -133,7 +133,7 @@ def test_the_bytes_of_a_block(tmp_path: Path, head: Path, capsys: Capsys) -> Non
 
 
 def test_the_view_has_what_the_object_has(head: Path, capsys: Capsys) -> None:
-    done = run("simulate", head, "--capacity", "2%,4MB", "--bytes-per-token", "100", "--drive", "1TB", "--dwpd", "3")
+    done = forked("simulate", head, "--capacity", "2%,4MB", "--bytes-per-token", "100", "--drive", "1TB", "--dwpd", "3")
     assert (done.returncode, done.stderr) == (0, "")
     _, report = simulate(capsys, head, "--capacity", "2%,4MB", "--bytes-per-token", 100, "--drive", "1TB")
     assert f"60 requests in {report['seconds']:,.0f} s, {report['prompt_tokens']:,} prompt tokens" in done.stdout
@@ -300,9 +300,20 @@ FEW = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scop
 MANY = settings(FEW, max_examples=150)
 
 
-@settings(FEW, max_examples=150)
+@settings(FEW, max_examples=30)
 @given(FILES)
 def test_whatever_is_in_a_trace_is_simulated_or_refused(tmp_path: Path, rows: list[bytes]) -> None:
+    check_plan(tmp_path, rows)
+
+
+@pytest.mark.slow
+@settings(MANY)
+@given(FILES)
+def test_whatever_is_in_many_traces_is_simulated_or_refused(tmp_path: Path, rows: list[bytes]) -> None:
+    check_plan(tmp_path, rows)
+
+
+def check_plan(tmp_path: Path, rows: list[bytes]) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_bytes(b"\n".join(rows))
     plan = simulate_plan.Plan.parse(

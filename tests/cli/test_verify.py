@@ -11,7 +11,7 @@ import pytest
 from kvxfer.cli import main
 from kvxfer.cli.verify import mend
 from kvxfer.store import Store, verify_root
-from tests.cli.commands import json_of, run, run_on_terminal
+from tests.cli.commands import forked, json_of, run_on_terminal
 from tests.engine.rig import Node
 from tests.jobs.rig import GEOMETRY
 from tests.oracle import Model
@@ -47,7 +47,7 @@ def test_damage_is_named_then_removed_and_the_rest_stays(
 
 def test_a_whole_root(tmp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage.fill(tmp_root)
-    done = run("verify", tmp_root)
+    done = forked("verify", tmp_root)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"entries verified: {ROWS + SHARED}" in done.stdout
     assert "nothing failed" in done.stdout
@@ -88,7 +88,7 @@ def test_without_a_terminal_a_repair_needs_yes_before_it_reads(tmp_root: Path) -
     filled = damage.fill(tmp_root)
     filled.flip(ROW_KEY, 0)
     before = rig.snapshot(tmp_root)
-    done = run("verify", tmp_root, "--repair")
+    done = forked("verify", tmp_root, "--repair")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "--yes" in done.stderr
     assert rig.snapshot(tmp_root) == before

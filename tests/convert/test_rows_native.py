@@ -57,9 +57,20 @@ def test_a_group_without_blocks_in_a_job_and_a_job_without_any() -> None:
     assert plan.gather(int64(), int64(), int64(0, 0)) == 0
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_plan_copies_what_is_copied_by_hand(data: st.DataObject) -> None:
+    check_any_plan(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None)
+@given(st.data())
+def test_any_of_many_plans_copies_what_is_copied_by_hand(data: st.DataObject) -> None:
+    check_any_plan(data)
+
+
+def check_any_plan(data: st.DataObject) -> None:
     """Fragments of any size, stride and alignment; pages cut into runs at random, in any canonical order."""
     draw = data.draw
     per_chunk, num_rows, num_blocks = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
@@ -94,7 +105,7 @@ def test_any_plan_copies_what_is_copied_by_hand(data: st.DataObject) -> None:
     most = min(num_blocks, num_rows * per_chunk)
     counts = [draw(st.integers(0, most)) for _ in groups]
     ids = [i for count in counts for i in draw(st.permutations(range(num_blocks)))[:count]]
-    # Rows of groups are apart in vLLM; where they meet here, the last one stays, by hand and in the plan.
+    # Rows of groups are apart in vLLM; where they meet here, the last one stays, by hand and in one thread's plan.
     pages = [p for count in counts for p in draw(st.permutations(range(num_rows * per_chunk)))[:count]]
     both_ways(groups, tensors, rows, (int64(*ids), int64(*pages), int64(*counts)))
 
@@ -160,19 +171,24 @@ def test_blocks_and_rows_beyond_4_gib() -> None:
         assert_same(tensor[8 + block * step : 8 + block * step + 48], page)
 
 
+@pytest.mark.parametrize("plans", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("most", ["scalar", "avx2", "avx512"])
-def test_every_instruction_set_gives_the_same_bytes(most: str) -> None:
+def test_every_instruction_set_gives_the_same_bytes(most: str, plans: int) -> None:
     """KVXFER_ISA is read once, hence a process of its own, which runs some of the tests above."""
-    here = Path(__file__)
-    names = "large and (52 or 320) or test_any_plan or test_groups_that_share"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here), "-k", names],
-        env=os.environ | {"KVXFER_ISA": most},
-        cwd=here.parents[2],
-        capture_output=True,
-        text=True,
+    code = (
+        "from hypothesis import given, settings, strategies as st\n"
+        "from tests.convert import test_rows_native as tests\n"
+        f"settings(max_examples={plans}, deadline=None, database=None)(given(st.data())(tests.check_any_plan))()\n"
+        "tests.test_groups_that_share_tensors_are_one_job()\n"
+        "tests.test_jobs_so_large_that_they_stream(52, 1)\n"
+        "tests.test_jobs_so_large_that_they_stream(320, 3)\n"
+        "print('all of them')\n"
     )
-    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"KVXFER_ISA": most}, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "all of them\n"), done.stdout[-3000:] + done.stderr[-2000:]
 
 
 # ---- what is refused

@@ -5,63 +5,28 @@ That its bytes are the oracle's is held by test_rows.py, under the same tests as
 
 from __future__ import annotations
 
-import gc
 import mmap
-import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.convert import launch_rows, row_kernels, row_tables
-from kvxfer.convert.launch import INTERPRETED
-from kvxfer.convert.launch_rows import DeviceRowPlan, Uploads
+from kvxfer.convert.launch_rows import DeviceRowPlan
 from kvxfer.convert.native_rows import RowMemory
 from kvxfer.convert.row_tables import TILE
-from kvxfer.errors import DeviceError, DeviceMemoryError, LayoutError
 from kvxfer.rows import RowMapping
 from tests.convert.common import assert_same
-from tests.convert.row_plans import Bytes, cell, check_both_ways, group, int64, noise, run
+from tests.convert.device_plans import Counted, aligned, aligned_rows, both_ways, interpreted, widths
+from tests.convert.row_plans import cell, group, int64, noise, run
 from tests.oracle import POISON
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED, reason="kernels are compiled in this run; -m 'not gpu' interprets them"
-)
+pytestmark = interpreted
 GiB = 1 << 30
 MAP_NORESERVE = 0x4000  # Linux's; Python 3.11's mmap does not name it
-
-
-def aligned(size: int, *, at: int = 0, seed: int | None = None) -> Bytes:
-    """Bytes that begin `at` bytes after a multiple of 64: noise, or POISON."""
-    memory = np.full(size + 128, POISON, dtype=np.uint8)
-    start = -memory.ctypes.data % 64 + at
-    found = memory[start : start + size]
-    if seed is not None:
-        found[:] = noise(size, seed=seed)
-    return found
-
-
-def aligned_rows(count: int, stride: int, *, at: int = 0) -> Bytes:
-    return aligned(count * stride, at=at).reshape(count, stride)
-
-
-def both_ways(
-    groups: list[RowMapping], tensors: list[list[Bytes]], rows: Bytes, job: Any, programs: int | None = None
-) -> DeviceRowPlan:
-    """Gather and scatter are what is done by hand, bytes that are counted and bytes that nobody named included."""
-    plan = DeviceRowPlan(groups, tensors, RowMemory.of(rows))
-    check_both_ways(plan, groups, tensors, rows, job, programs=programs)
-    return plan
-
-
-def widths(plan: DeviceRowPlan) -> tuple[int, set[bool]]:
-    """Of the plan's own rows: of vectors that are not of 16 bytes, and which kinds of tiles there are."""
-    (tables, _), *_ = plan._tables.values()
-    return tables.width, set((tables.tiles["kind"] < 0).tolist())
 
 
 # ---- tables
@@ -149,20 +114,9 @@ def test_groups_that_share_tensors_are_one_job_and_one_launch(monkeypatch: pytes
     groups = [group(small, per_chunk=2), group(beside, per_chunk=2), none, group(large, beside, per_chunk=2)]
     job = (int64(3, 0, 7, 8, 5, 1), int64(0, 5, 1, 2, 3, 9), int64(2, 0, 1, 3))
     launches: list[Any] = []
-    monkeypatch.setattr(launch_rows, "move_rows", _Counted(row_kernels.move_rows, launches))
+    monkeypatch.setattr(launch_rows, "move_rows", Counted(row_kernels.move_rows, launches))
     both_ways(groups, [[shared], [own], [], [shared, own]], np.full((5, 240), POISON, dtype=np.uint8), job)
     assert len(launches) == 2
-
-
-class _Counted:
-    """A kernel whose launches are counted."""
-
-    def __init__(self, kernel: Any, launches: list[Any]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.launches.append(grid)
-        return self.kernel[grid]
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)  # some plans take the interpreter minutes: the slow one's
@@ -182,7 +136,7 @@ def check_any_plan(data: st.DataObject) -> None:
     """Fragments of any size, stride and alignment; pages cut into runs at random, in any canonical order."""
     draw = data.draw
     grain = draw(st.sampled_from([1, 2, 4, 8, 16]))
-    per_chunk, num_rows, num_blocks = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    per_chunk, num_rows, num_blocks = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     groups, tensors = [], []
     for number in range(draw(st.integers(1, 2))):
         cells, mine, at = [], [], grain * draw(st.integers(0, 9))
@@ -213,11 +167,15 @@ def check_any_plan(data: st.DataObject) -> None:
         tensors.append(mine)
     width = max(g.row_bytes for g in groups) + draw(st.integers(0, 9))
     rows = aligned_rows(num_rows, width + -width % grain)
-    most = min(num_blocks, num_rows * per_chunk, 3)
-    counts = [draw(st.integers(0, most)) for _ in groups]
+    # A row is of one group, as in vLLM: of two that write one, the order of the programs would say whose bytes stay.
+    owners = [draw(st.integers(0, len(groups) - 1)) for _ in range(num_rows)]
+    theirs = [
+        [row * per_chunk + place for row, owner in enumerate(owners) if owner == number for place in range(per_chunk)]
+        for number in range(len(groups))
+    ]
+    counts = [draw(st.integers(0, min(num_blocks, len(mine), 3))) for mine in theirs]
     ids = [i for count in counts for i in draw(st.permutations(range(num_blocks)))[:count]]
-    # Rows of groups are apart in vLLM; where they meet here, the last one stays, by hand and in the interpreter.
-    pages = [p for count in counts for p in draw(st.permutations(range(num_rows * per_chunk)))[:count]]
+    pages = [p for mine, count in zip(theirs, counts, strict=True) for p in draw(st.permutations(mine))[:count]]
     both_ways(groups, tensors, rows, (int64(*ids), int64(*pages), int64(*counts)), draw(st.sampled_from([None, 1, 2])))
 
 
@@ -232,7 +190,7 @@ def test_pages_of_many_tiles_under_any_number_of_programs(
     tensor = aligned(4 * (page + 32), seed=3)
     grids: list[Any] = []
     monkeypatch.setattr(launch_rows, "_PROGRAMS_A_PROCESSOR", 4)
-    monkeypatch.setattr(launch_rows, "move_rows", _Counted(row_kernels.move_rows, grids))
+    monkeypatch.setattr(launch_rows, "move_rows", Counted(row_kernels.move_rows, grids))
     job = int64(3, 0), int64(1, 0), int64(2)
     mapping = group(cell(runs, page=page, place=place, stride=page + 32))
     plan = both_ways([mapping], [[tensor]], aligned_rows(2, place), job, programs)
@@ -363,242 +321,3 @@ def test_blocks_and_rows_beyond_4_gib() -> None:
     for block, page in zip((3, 2), source, strict=True):
         assert_same(tensor[block * step : block * step + 24], page[:24])
         assert_same(tensor[block * step + GiB : block * step + GiB + 24], page[24:])
-
-
-# ---- what is refused
-
-PAGE = cell([run(0, 0, 8)], page=8, place=8)
-
-
-def plan_of(mapping: RowMapping, tensor: Any = None, rows: Bytes | None = None) -> DeviceRowPlan:
-    tensor = noise(4 * 8) if tensor is None else tensor
-    rows = np.zeros((3, 16), dtype=np.uint8) if rows is None else rows
-    return DeviceRowPlan([mapping], [[tensor]], RowMemory.of(rows))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        cell([run(1, 0, 8)], page=8, place=8),  # beyond the page
-        cell([run(0, 1, 8)], page=8, place=8),  # beyond the place
-        cell([run(0, 0, 4, 2, 5, 4)], page=8, place=8),
-        cell([run(0, 0, 4, 2, 4, 5)], page=8, place=8),
-        cell([run(0, 0, 4, 2**62, 8, 4)], page=8, place=8),  # what would wrap round
-        cell([run(0, 0, 2, 2**63 + 1, 2**63, 2**63)], page=8, place=8),
-        cell([run(0, 0, 0, 1)], page=8, place=8),
-        cell([run(0, 0, 8, 0)], page=8, place=8),
-        cell([run(-8, 0, 8)], page=8, place=8),
-        cell([run(0, 0, 8, 1)], page=8, place=8, num_writers=2, writer_index=2),
-        cell([], page=8, place=8),
-        cell([run(0, 0, 8)], page=8, place=8, at=9),
-        cell([run(0, 0, 8)], page=8, place=8, at=-1),
-    ],
-)
-def test_runs_that_leave_their_place_are_refused(wrong: Any) -> None:
-    with pytest.raises(LayoutError, match="tensor 0: "):
-        plan_of(RowMapping(cells=(wrong,), blocks_per_chunk=1, row_bytes=16, topology=None))
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    plan_of(group(PAGE))
-    rows = RowMemory.of(noise(2, 32))
-    with pytest.raises(LayoutError, match="3 rows that are 4 bytes apart do not hold the mappings'"):
-        plan_of(group(PAGE), rows=np.zeros((3, 4), dtype=np.uint8))
-    with pytest.raises(LayoutError, match="0 rows that are 16 bytes apart"):
-        DeviceRowPlan([group(PAGE)], [[noise(8)]], RowMemory(address=4096, row_stride=16, num_rows=0))
-    with pytest.raises(LayoutError, match="tensor 0 has 7 bytes, which hold no block of 8"):
-        plan_of(group(PAGE), noise(7))
-    with pytest.raises(LayoutError, match="all with as many blocks a chunk"):
-        DeviceRowPlan([group(PAGE), group(PAGE, per_chunk=2)], [[noise(8)]] * 2, rows)
-    with pytest.raises(LayoutError, match="needs groups"):
-        DeviceRowPlan([], [], rows)
-    with pytest.raises(LayoutError, match="0 tensors were given, the mapping has 1"):
-        DeviceRowPlan([group(PAGE)], [[]], rows)
-    with pytest.raises(LayoutError, match="on several devices"):
-        DeviceRowPlan([group(PAGE, PAGE)], [[noise(8), torch.empty(8, device="meta")]], rows)
-    many = [cell([run(0, 0, 8)], page=8, place=8, num_writers=64, writer_index=i) for i in range(64)]
-    with pytest.raises(LayoutError, match="64 kinds of writers"):
-        DeviceRowPlan([group(*many)], [[noise(8)] * 64], rows)
-
-
-def test_host_tensors_are_refused_where_nothing_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "JITFunction", type(row_kernels.move_rows))
-    with pytest.raises(DeviceError, match="the tensors are on cpu: want CUDA"):
-        plan_of(group(PAGE))
-
-
-def test_a_job_that_does_not_fit_is_refused_before_anything_is_written() -> None:
-    tensor, rows = noise(4 * 8), np.zeros((3, 16), dtype=np.uint8)
-    plan = DeviceRowPlan([group(PAGE, per_chunk=2)], [[tensor]], RowMemory.of(rows))
-    before = tensor.copy()
-    good = int64(0, 1)
-    two = RowMemory.of(np.zeros((2, 16), dtype=np.uint8))
-    for ids, pages, counts, more, message in [
-        (int64(0, 4), good, int64(2), {}, r"block id 4 must be in 0\.\.3"),
-        (int64(0, -1), good, int64(2), {}, "block id -1"),
-        (int64(0, 2**62), good, int64(2), {}, "block id"),
-        (good, int64(0, 6), int64(2), {}, r"row id 3 must be in 0\.\.2"),
-        (good, int64(0, -1), int64(2), {}, "row id -1"),
-        (good, int64(0, 4), int64(2), {"rows": two}, r"row id 2 must be in 0\.\.1"),
-        (good, int64(0, 6), int64(2), {"rows": two, "places": good}, r"row id 3 must be in 0\.\.2"),
-        (good, good, int64(2), {"rows": two, "places": int64(0, 4)}, r"row id 2 must be in 0\.\.1"),
-        (good, good, int64(2), {"rows": two, "places": int64(0)}, "2 blocks, 1 pages"),
-        (good, good, int64(2), {"rows": RowMemory.of(noise(2, 15))}, "do not hold the mappings'"),
-        (good, int64(0), int64(2), {}, "2 blocks, 1 pages, and 2 in all groups"),
-        (good, good, int64(1), {}, "2 blocks, 2 pages, and 1 in all groups"),
-        (good, good, int64(1, 1), {}, "must be a count for each of 1 groups"),
-        (good.astype(np.int32), good, int64(2), {}, "block_ids of int32"),
-        (good, good, int64(2), {"programs": 0}, "programs=0 must be at least 1"),
-    ]:
-        for copy in (plan.gather, plan.scatter):
-            with pytest.raises(LayoutError, match=message):
-                copy(ids, pages, counts, **more)
-    assert not rows.any()
-    assert_same(tensor, before)
-
-
-def test_what_is_read_only_is_not_written() -> None:
-    tensor, rows = noise(4 * 8), noise(3, 16)
-    fixed_tensor, fixed_rows = tensor.copy(), rows.copy()
-    fixed_tensor.flags.writeable = fixed_rows.flags.writeable = False
-    job = int64(0), int64(0), int64(1)
-    with pytest.raises(LayoutError, match="the rows are read-only"):
-        plan_of(group(PAGE), tensor, fixed_rows).gather(*job)
-    with pytest.raises(LayoutError, match="a tensor of these groups is read-only"):
-        plan_of(group(PAGE), fixed_tensor, rows).scatter(*job)
-    with pytest.raises(LayoutError, match="the rows are read-only"):
-        plan_of(group(PAGE), tensor, rows).gather(*job, rows=RowMemory.of(fixed_rows))
-    assert plan_of(group(PAGE), fixed_tensor, rows).gather(*job) == 8
-    assert plan_of(group(PAGE), tensor, fixed_rows).scatter(*job) == 8
-
-
-def test_a_closed_plan_lets_go_of_its_memory_and_takes_no_job() -> None:
-    class Held(np.ndarray):
-        """An array that can be referred to weakly."""
-
-    tensor: Any = noise(4 * 8).view(Held)
-    plan = DeviceRowPlan([group(PAGE)], [[tensor]], RowMemory.of(noise(3, 16)))
-    prepared = plan.prepare(int64(0), int64(0), int64(1), gather=True)
-    gone = weakref.ref(tensor)
-    del tensor
-    gc.collect()
-    assert gone() is not None  # the plan has its address
-    plan.close()
-    plan.close()
-    gc.collect()
-    assert gone() is None
-    with pytest.raises(LayoutError, match="the plan is closed"):
-        plan.gather(int64(0), int64(0), int64(1))
-    with pytest.raises(LayoutError, match="the plan is closed"):
-        plan.launch(prepared)
-
-
-# ---- on a stream, by doubles
-
-
-class _Event:
-    """Recorded, and done when the test says so."""
-
-    made: ClassVar[list[_Event]] = []
-
-    def __init__(self) -> None:
-        self.recorded = self.is_done = False
-        self.made.append(self)
-
-    def record(self) -> None:
-        self.recorded = True
-
-    def query(self) -> bool:
-        return self.is_done
-
-
-def test_what_is_on_its_way_up_is_held_until_its_copy_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinned memory that were given back sooner would be filled anew under the copy."""
-    empty, pinned = torch.empty, []
-
-    def keep(size: int, *, dtype: Any, pin_memory: bool) -> Any:
-        assert pin_memory
-        memory = empty(size, dtype=dtype)
-        pinned.append(weakref.ref(memory))
-        return memory
-
-    class Elsewhere:
-        """The device as `Tensor.to` takes it: a copy, which is what a device's memory is."""
-
-        type = "cuda"
-
-    def to(self: Any, device: Any, *, non_blocking: bool) -> Any:
-        assert isinstance(device, Elsewhere) and non_blocking
-        assert not any(event.recorded for event in _Event.made[len(pinned) - 1 :])  # the record comes after the copy
-        return self.clone()
-
-    monkeypatch.setattr(_Event, "made", [])
-    monkeypatch.setattr(torch, "empty", keep)
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
-    uploads = Uploads(Elsewhere())
-    for number in range(3):
-        assert uploads.put(int64(number, 5)).tolist() == [number, 5]
-    first, second, third = _Event.made
-    assert first.recorded and second.recorded and third.recorded
-    assert all(ref() is not None for ref in pinned)
-    second.is_done = True
-    uploads.put(int64(9))
-    gc.collect()
-    assert [ref() is not None for ref in pinned] == [True, False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA", DeviceMemoryError),
-        ("CUDA error: unspecified launch failure", DeviceError),
-    ],
-)
-@pytest.mark.parametrize("call", ["empty", "record"])
-def test_a_table_that_does_not_reach_the_device_is_a_device_error(
-    monkeypatch: pytest.MonkeyPatch, text: str, kind: type[DeviceError], call: str
-) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(text)
-
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, *, dtype, pin_memory: empty(size, dtype=dtype))
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **__: self.clone())
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
-    where: Any = torch if call == "empty" else _Event
-    monkeypatch.setattr(where, call, refuse)
-    uploads = Uploads(torch.device("cuda", 3))
-    with pytest.raises(DeviceError, match="table of 16 bytes did not reach cuda:3: CUDA error") as caught:
-        uploads.put(int64(1, 2))
-    assert type(caught.value) is kind
-    assert uploads._held == []
-
-
-def test_a_job_is_not_prepared_on_a_stream_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of(group(PAGE))
-    prepared = plan.prepare(int64(0), int64(0), int64(1), gather=True)
-    launched: list[Any] = []
-    monkeypatch.setattr(plan, "device", torch.device("cuda", 1))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device", _Current)
-    monkeypatch.setattr(launch_rows, "move_rows", _Counted(row_kernels.move_rows, launched))
-    with pytest.raises(DeviceError, match="prepare the job before"):
-        plan.gather(int64(0), int64(0), int64(1))
-    assert plan.launch(prepared) == 8
-    assert launched == [(1,)] and _Current.entered == [torch.device("cuda", 1)]
-
-
-class _Current:
-    """torch.cuda.device: which device is the current one."""
-
-    entered: ClassVar[list[Any]] = []
-
-    def __init__(self, device: Any) -> None:
-        self.device = device
-
-    def __enter__(self) -> None:
-        self.entered.append(self.device)
-
-    def __exit__(self, *_: Any) -> None:
-        pass

@@ -1,22 +1,27 @@
-"""A runner whose carrier is kvikio's double, beside a native one over the same file of slots."""
+"""A runner whose carrier is kvikio's double, beside a native one over the same file of slots, and what they say."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from kvxfer import probe
 from kvxfer.config import EngineConfig
 from kvxfer.convert.pages import KVPages
+from kvxfer.device import gds_carrier
 from kvxfer.device.base import Buffer
 from kvxfer.device.gds_carrier import GdsCarrier
 from kvxfer.device.runner import DeviceRunner
 from kvxfer.errors import DeviceError
+from kvxfer.io import kvikio_door
 from kvxfer.io.gds import DIRECT, GdsBackend
-from kvxfer.jobs import LOAD, STORE, JobOutcome
+from kvxfer.jobs import LOAD, STORE, ChunkError, JobOutcome, Status
+from kvxfer.report import Reporter
 from kvxfer.testing import FakeDevice
 from tests.jobs.rig import DIGEST, Rig
 from tests.kvikio_double import Kvikio
@@ -133,3 +138,39 @@ class GdsRig(Rig):
     def calls(self, name: str) -> list[tuple[Any, ...]]:
         """What kvikio was asked."""
         return [call for call in self.kvikio.double.calls if call[0] == name]
+
+
+Make = Callable[..., GdsRig]
+
+
+@pytest.fixture
+def make(kvikio: Kvikio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Rigs, over one file unless another is named. What kvikio and the machine answer is tested elsewhere."""
+    monkeypatch.setattr(kvikio_door, "_asked", [probe.Probe(True, "kvikio", {"compat_mode": "AUTO"})])
+    monkeypatch.setattr(gds_carrier, "engine_reporter", Reporter("kvxfer.engine"))
+    made: list[GdsRig] = []
+
+    def rig(pages: list[KVPages], name: str = "slots", **options: Any) -> GdsRig:
+        made.append(GdsRig(kvikio, tmp_path / name, pages, **options))
+        return made[-1]
+
+    yield rig
+    for each in made:
+        each.__exit__()
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.002)
+
+
+def ok(outcome: JobOutcome) -> None:
+    assert (outcome.status.tolist(), outcome.errors) == ([0] * len(outcome.status), ())
+
+
+def found(outcome: JobOutcome) -> list[ChunkError]:
+    assert [error.chunk for error in outcome.errors] == np.flatnonzero(outcome.status).tolist()
+    assert [error.status for error in outcome.errors] == [Status(s) for s in outcome.status if s]
+    return list(outcome.errors)

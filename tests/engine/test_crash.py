@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.engine.rig import GEOMETRY, Node, keys_of
 from tests.oracle import Model
 from tests.store.test_crash import CHECKOUT, shim  # noqa: F401  (a fixture)
@@ -17,37 +18,17 @@ from tests.store.test_crash import CHECKOUT, shim  # noqa: F401  (a fixture)
 MODEL = Model.random(GEOMETRY, 40)
 ALL = list(range(40))
 
-# Stores chunks 0..19, says so, arms the fault, stores 20..39 in jobs of five, saying so after each.
-SCRIPT = """
-import os, sys
-from pathlib import Path
-from kvxfer.testing import FaultyIO
-from tests.engine import rig
-from tests.oracle import Model
-node = rig.Node(Path(sys.argv[1]), Model.random(rig.GEOMETRY, 40))
-assert node.put(range(20)).bitmap.all()
-print("stored 20", flush=True)
-Path(os.environ["KVX_LMDB_ARMED"]).touch()
-if sys.argv[2] == "table":
-    FaultyIO().kill("pwrite", before=sys.argv[3] == "before", nbytes=int(sys.argv[4]), after=int(sys.argv[5]))
-for first in range(20, 40, 5):
-    done = node.put(range(first, first + 5))
-    assert done.bitmap.all()
-    print("stored", first + 5, flush=True)
-"""
-
 
 def play(root: Path, *words: object, **env: str) -> int:
-    """Runs SCRIPT; it must be killed. How many chunks it said were stored."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(root), *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=CHECKOUT,
-        env=os.environ | {"PYTHONPATH": str(CHECKOUT), "KVX_LMDB_ARMED": str(root.parent / "armed")} | env,
-    )
+    """Runs the child; it must be killed. How many chunks it said were stored."""
+    env = {"KVX_LMDB_ARMED": str(root.parent / "armed")} | env
+    if "LD_PRELOAD" in env:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.engine.crash_child", str(root), *map(str, words)], capture_output=True,
+            text=True, timeout=60, check=False, cwd=CHECKOUT, env=os.environ | {"PYTHONPATH": str(CHECKOUT)} | env,
+        )  # fmt: skip
+    else:
+        done = forks.run("tests.engine.crash_child", root, *words, env=env)
     assert done.returncode == -signal.SIGKILL, done.stderr
     return int(done.stdout.split()[-1])
 

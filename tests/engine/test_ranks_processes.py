@@ -25,6 +25,8 @@ from tests.jobs.rig import ranks
 
 N = 12
 CONFIG = EngineConfig(io_threads=2, io_timeout_s=0.5, shutdown_timeout_s=1.0)
+PROCESSES = multiprocessing.get_context("forkserver")  # which has imported this, and nothing else happens there
+PROCESSES.set_forkserver_preload([__name__])
 
 
 def serve(pipe: Connection, root: Path, tp_size: int, number: int, layout: str, filled: bool) -> None:
@@ -52,12 +54,11 @@ class Server:
     """A coordinator here, and its ranks there."""
 
     def __init__(self, root: Path, tp_size: int, layout: str, filled: bool) -> None:
-        context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for number in range(tp_size):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, root, tp_size, number, layout, filled), daemon=True)
+            here, there = PROCESSES.Pipe()
+            process = PROCESSES.Process(target=serve, args=(there, root, tp_size, number, layout, filled), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)

@@ -15,7 +15,7 @@ from kvxfer.integrations import vllm_engines
 from kvxfer.integrations.vllm_device_copier import open_device_copier
 from kvxfer.integrations.vllm_rows import plan_parts
 from tests.convert.common import assert_same
-from tests.integrations.test_device_copier import BLOCKS, CASES, LONG, ROWS, row_job
+from tests.integrations.device_copier_rig import BLOCKS, CASES, LONG, ROWS, row_job
 from tests.integrations.test_tiering_rows import Caches, Region, Tensor, random_job, unrolled
 
 pytestmark = pytest.mark.gpu

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from kvxfer.errors import DeviceError, DeviceMemoryError
+from kvxfer.io.gds import DIRECT, GdsBackend, Window
 from kvxfer.staging import AlignedBuffer
 from tests.kvikio_double import Kvikio
+
+KIB = 1 << 10
 
 
 class FakeCuda:
@@ -72,3 +80,48 @@ class FakeMemory:
         """See DeviceMemory."""
         self.freed += 1
         del self.cuda.made[address]
+
+
+class Machine:
+    """Backends over one FakeCuda, and a file."""
+
+    def __init__(self, kvikio: Kvikio, folder: Path) -> None:
+        self.kvikio, self.cuda, self.path = kvikio, FakeCuda(kvikio), folder / "slab-0"
+        self.backends: list[GdsBackend] = []
+
+    def backend(self, mode: str = DIRECT, **options: Any) -> GdsBackend:
+        self.backends.append(GdsBackend(mode, cuda=self.cuda, **options))
+        return self.backends[-1]
+
+    def device(self, data: Any) -> Window:
+        """New device memory that holds this, on an allocation of its own."""
+        buffer = self.cuda.alloc(len(data))
+        buffer.array[:] = data
+        return Window(buffer.address, len(data))
+
+    def bytes_at(self, window: Window) -> np.ndarray:
+        base, _ = self.cuda.locate(window.address)
+        return self.cuda.made[base].array[window.address - base :][: window.nbytes]
+
+    def requests(self, name: str) -> list[tuple[Any, ...]]:
+        """(size, file_offset, dev_offset, straight) of each."""
+        return [call[1:] for call in self.kvikio.double.calls if call[0] == name]
+
+
+@pytest.fixture
+def machine(kvikio: Kvikio, tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(kvikio, tmp_path)
+    yield made
+    for backend in made.backends:
+        backend.close()
+
+
+def random(n: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(256, size=n, dtype=np.uint8)
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.002)

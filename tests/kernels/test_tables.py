@@ -17,6 +17,7 @@ from kvxfer.layout import LAYOUTS, PageLayout, kvx1_mapping, local_heads, row_ma
 from kvxfer.mapping import CanonicalMapping, LocalTensor
 from kvxfer.opaque import opaque_mapping
 from kvxfer.slot import ROW_SEGMENT_BYTES
+from tests.examples import examples
 
 BLOCK = 1  # a block id that tells a block stride from its double
 Byte = tuple[int, int, int, int]  # segment, offset in it, position in the chunk, address of block BLOCK's byte
@@ -113,7 +114,7 @@ def mappings(draw: st.DrawFn) -> CanonicalMapping:
     return kvx1_mapping(geometry, shard, page, blocks_per_chunk=per_chunk, layer_groups=groups)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(mappings(), st.sampled_from([0, 1, 4, 8]))
 def test_the_tables_say_what_the_runs_say(mapping: CanonicalMapping, at: int) -> None:
     addresses = [at + (tensor << 30) for tensor in range(mapping.num_tensors)]

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from kvxfer.bitmap import CompletionBitmap
 from kvxfer.geometry import Kind
 from kvxfer.prefix import GroupHits, full_attention, on_all_ranks, usable_prefix
+from tests.examples import examples
 
-few = settings(max_examples=150)
+few = settings(max_examples=examples(60))
 FLAGS = st.lists(st.booleans(), max_size=200)
 
 

@@ -41,6 +41,7 @@ from kvxfer.store.records import (
 from kvxfer.store.root import NAMESPACES, RootInfo, read_root
 from kvxfer.store.slab import SlabHeader, pack_header, parse_header, slab_file_bytes, whole_slots
 from kvxfer.store.survey import survey_root
+from tests.examples import examples
 from tests.store import rig
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -51,8 +52,8 @@ JSON: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )  # fmt: skip
-some = settings(max_examples=40)
-few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+some = settings(max_examples=examples(15))
+few = settings(max_examples=examples(6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 # ---- the index's rows ---------------------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ def words_of(commands: Any) -> list[str]:
     return sorted(set(found))
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_words_end_with_an_exit_code_and_no_traceback(
     filled: tuple[Path, bytes], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

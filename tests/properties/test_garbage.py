@@ -21,9 +21,10 @@ from kvxfer.keys import Namespace, make_offload_key
 from kvxfer.layout import PageLayout, kvx1_mapping, row_mapping
 from kvxfer.store import Store
 from tests.engine.rig import GEOMETRY, Node, keys_of, poisoned
+from tests.examples import examples
 from tests.oracle import Model
 
-many = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 NUM_BLOCKS = 6
 MODEL = Model.random(GEOMETRY, NUM_BLOCKS)
 
@@ -284,7 +285,7 @@ def test_store_values(data: st.DataObject) -> None:
         assert not list(Path(folder).iterdir()), "checking a configuration makes nothing"
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_what_is_accepted_opens_and_what_is_refused_makes_nothing(data: st.DataObject) -> None:
     fields = {name: data.draw(good, label=name) for name, good in STORE_FIELDS.items()}

@@ -25,6 +25,7 @@ from kvxfer.mapping import CanonicalMapping
 from kvxfer.rows import RowPage, vllm_v1_mappings
 from kvxfer.store import Store
 from tests.convert.common import CONVERTERS, assert_same, buffers
+from tests.examples import examples
 from tests.oracle import LAYOUT_AXES, Bytes, Model
 from tests.row_oracle import Layer, Place
 
@@ -133,7 +134,7 @@ def count(size: int, pieces: Iterator[tuple[int, int]]) -> NDArray[np.int64]:
     return times
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(st.data())
 def test_kvx1_mappings_tile_byte_by_byte(data: st.DataObject) -> None:
     """Counted here, and not by the proof that the product has for itself."""
@@ -187,7 +188,7 @@ def row_groups(draw: st.DrawFn, heads: int, cp: bool) -> ShardSpec:
     return ShardSpec(tp_size=tp, dcp_size=dcp, pcp_size=pcp, interleave=draw(st.sampled_from([1, 2])) if cp else 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(st.data())
 def test_vllm_rows_tile_byte_by_byte(data: st.DataObject) -> None:
     heads = data.draw(st.sampled_from([1, 2, 3, 4]))
@@ -225,7 +226,7 @@ def test_vllm_rows_tile_byte_by_byte(data: st.DataObject) -> None:
     assert ends[-1][1] == mappings[0].row_bytes
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(20))
 @given(st.data())
 def test_any_converter_gathers_what_the_oracle_sliced(data: st.DataObject) -> None:
     geometry = data.draw(geometries())
@@ -244,7 +245,7 @@ def test_any_converter_gathers_what_the_oracle_sliced(data: st.DataObject) -> No
         assert_same(found, sums, f"{name}'s sums")
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(20))
 @given(st.data())
 def test_a_scatter_of_any_subset_touches_nothing_else(data: st.DataObject) -> None:
     geometry = data.draw(geometries())
@@ -288,7 +289,7 @@ def move(store: Store, namespace: Namespace, pages: Sequence[KVPages], call: str
     assert not result.errors
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15))
 @given(st.data())
 def test_what_one_sharding_stored_another_loads(data: st.DataObject) -> None:
     geometry = data.draw(geometries())
@@ -304,7 +305,7 @@ def test_what_one_sharding_stored_another_loads(data: st.DataObject) -> None:
     target.check(model, empty, ids[ids >= 0].tolist())
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10))
 @given(st.data())
 def test_rows_that_one_group_filled_another_reads_from_the_store(data: st.DataObject) -> None:
     """vLLM's rows: filled by all ranks of one size, stored by one writer, read by the ranks of another size."""

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from kvxfer.geometry import KVGeometry, ShardSpec
 from kvxfer.keys import Namespace, kvx1_namespace, make_offload_key
 from kvxfer.opaque import opaque_namespace
+from tests.examples import examples
 
-few = settings(max_examples=200)
+few = settings(max_examples=examples(60))
 # Few values, so that two draws are often equal or equal but for one field; and texts that others begin with.
 WORDS = st.sampled_from(["a", "b", "ab", "a\0b", "1", "None", "\u00e9", "e\u0301"])
 NUMBERS = st.integers(1, 3)

@@ -16,6 +16,7 @@ from kvxfer.convert.pages import KVPages
 from kvxfer.geometry import KVGeometry
 from kvxfer.jobs import Status
 from kvxfer.layout import row_mapping
+from tests.examples import examples
 from tests.jobs.rig import DIGEST, Rig, expect, poisoned, ranks
 from tests.oracle import POISON, Model
 
@@ -25,7 +26,7 @@ GEOMETRY = KVGeometry(num_layers=8, num_kv_heads=2, head_dim=32, dtype="float16"
 MODEL = Model.random(GEOMETRY, 4)
 CHUNKS = 4
 ROW_BYTES = 5 * PAGE
-many = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @dataclass

@@ -36,6 +36,7 @@ from kvxfer.store.records import LeaseName, LeaseRow, gone
 from kvxfer.testing import FaultyIO
 from tests.engine.rig import GEOMETRY, keys_of, namespace_of, ranks
 from tests.engine.rig import expect as expect_pages
+from tests.forks import Fork
 from tests.oracle import POISON, Model
 from tests.store import rig
 
@@ -60,27 +61,35 @@ class Peer:
     def __init__(self, root: Path, *, env: dict[str, str] | None = None) -> None:
         self.root = root
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.store.peer", str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._errors, text=True, bufsize=1, cwd=CHECKOUT,
-            env=os.environ | {"PYTHONPATH": str(CHECKOUT)} | (env or {}),
-        )  # fmt: skip
+        (their_input, told), (told_by_it, their_output) = os.pipe(), os.pipe()
+        streams = (their_input, their_output, self._errors.fileno())
+        self._process = self._start(streams, env)
+        for descriptor in streams[:2]:
+            os.close(descriptor)
+        self._input, self._output = open(told, "w", buffering=1), open(told_by_it)  # noqa: SIM115
         self.pid = self._process.pid
         self._lines: queue.Queue[str] = queue.Queue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
+    def _start(self, streams: tuple[int, int, int], env: dict[str, str] | None) -> Fork | subprocess.Popen[bytes]:
+        """A fork, but for an environment that counts before an interpreter starts."""
+        if env is None:
+            return Fork("tests.store.peer", str(self.root), streams=streams, env={**os.environ})
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.store.peer", str(self.root)], stdin=streams[0], stdout=streams[1],
+            stderr=streams[2], cwd=CHECKOUT, env=os.environ | {"PYTHONPATH": str(CHECKOUT)} | env,
+        )  # fmt: skip
+
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._output:
             self._lines.put(line)
         self._lines.put("")
 
     def send(self, verb: str, *args: Any, **named: Any) -> Peer:
         """The first half of a call."""
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # `answer` says so
-            self._process.stdin.write(json.dumps([verb, args, named]) + "\n")
+            self._input.write(json.dumps([verb, args, named]) + "\n")
         return self
 
     def answer(self, timeout: float = WAIT_S) -> Any:
@@ -140,10 +149,9 @@ class Peer:
             self._process.kill()
         self._process.wait(WAIT_S)
         self._listener.join(WAIT_S)
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._input, self._output):
             with suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
+                pipe.close()
         self._errors.close()
 
     def __enter__(self) -> Peer:

@@ -45,7 +45,7 @@ def test_ten_times_the_capacity_never_passes_it(
     while stored < 10 * capacity:
         which = draw.randrange(len(digests))
         layout = LAYOUTS[which]
-        names = names_of(turn * 100, turn * 100 + draw.choice([1, 5, 40]))
+        names = names_of(turn * 100, turn * 100 + draw.choice([1, 20, 80]))
         got = rig.put(store, digests[which], names, layout=layout, mask=3)
         assert got[0]
         stored += sum(got) * layout.slot_bytes

@@ -207,7 +207,12 @@ class StoreMachine(RuleBasedStateMachine):
         assert sum(held) == stats.pinned_entries + stats.reserved_slots + stats.quarantined_slots
 
 
-StoreMachine.TestCase.settings = settings(
-    max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class ManyTurns(StoreMachine):
+    """The same, more and longer."""
+
+
+FEW = settings(max_examples=5, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+StoreMachine.TestCase.settings = FEW
 TestStore = pytest.mark.timeout(300)(StoreMachine.TestCase)
+ManyTurns.TestCase.settings = settings(FEW, max_examples=40, stateful_step_count=40)
+TestStoreForLong = pytest.mark.slow(ManyTurns.TestCase)

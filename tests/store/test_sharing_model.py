@@ -123,7 +123,7 @@ def campaign(group: Group, seconds: float) -> None:
 
 
 def test_a_short_campaign(group: Group) -> None:
-    campaign(group, 9.0)
+    campaign(group, 5.0)
 
 
 @pytest.mark.slow
