@@ -19,6 +19,7 @@
 
 #include "faults.h"
 #include "files.h"
+#include "forks.h"
 
 namespace kvx {
 namespace {
@@ -101,6 +102,13 @@ int libc_lock(int fd, uint64_t offset, int operation) {
 int libc_mmap(uint64_t length, void **out) {
   void *address = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (address == MAP_FAILED) return -errno;
+  // Never shared with a fork's child: a page that is would be copied at this process's next write to it, and
+  // a transfer under way would go on with the page that the child has.
+  if (::madvise(address, length, MADV_DONTFORK) < 0) {
+    const int error = errno;
+    ::munmap(address, length);
+    return -error;
+  }
 #ifdef MADV_HUGEPAGE
   ::madvise(address, length, MADV_HUGEPAGE);  // fewer pages for direct I/O to pin; fine without
 #endif
@@ -129,10 +137,12 @@ struct Faults {
   uint64_t releases = 0;  // a hanging call waits for the next one ...
   bool holding = false;   // ... unless no rule was added since the last
 };
-Faults &faults() {
-  static Faults *const instance = new Faults;
-  return *instance;
-}
+Faults &g_faults = *new Faults;
+// Rules hold in a fork's child too: they are changed only where a test begins or ends. So does `holding`.
+const AfterFork g_renew_faults([] {
+  new (&g_faults.mutex) std::mutex;
+  new (&g_faults.released) std::condition_variable;
+});
 
 std::atomic<const Calls *> g_table{&kLibc};
 std::atomic<uint64_t> g_calls[KVX_OP_COUNT];
@@ -168,7 +178,7 @@ bool in_range(const kvx_fault &rule, uint64_t offset, uint64_t n) {
 }  // namespace
 
 Verdict decide(int op, bool ranged, uint64_t offset, uint64_t n) {
-  Faults &state = faults();
+  Faults &state = g_faults;
   std::lock_guard<std::mutex> lock(state.mutex);
   for (Rule &rule : state.rules) {
     if (rule.fault.op != op || (ranged && !in_range(rule.fault, offset, n))) continue;
@@ -182,7 +192,7 @@ Verdict decide(int op, bool ranged, uint64_t offset, uint64_t n) {
 }
 
 void hang(uint64_t releases) {
-  Faults &state = faults();
+  Faults &state = g_faults;
   std::unique_lock<std::mutex> lock(state.mutex);
   state.released.wait(lock, [&] { return !state.holding || state.releases != releases; });
 }
@@ -360,7 +370,7 @@ extern "C" {
 
 int kvx_fault_add(const kvx_fault *rule) {
   if (rule == nullptr || !kvx::valid(*rule)) return -EINVAL;
-  kvx::Faults &state = kvx::faults();
+  kvx::Faults &state = kvx::g_faults;
   std::lock_guard<std::mutex> lock(state.mutex);
   try {
     state.rules.push_back({*rule});
@@ -373,13 +383,13 @@ int kvx_fault_add(const kvx_fault *rule) {
 }
 
 uint64_t kvx_fault_hits(int rule) {
-  kvx::Faults &state = kvx::faults();
+  kvx::Faults &state = kvx::g_faults;
   std::lock_guard<std::mutex> lock(state.mutex);
   return rule >= 0 && static_cast<size_t>(rule) < state.rules.size() ? state.rules[rule].hits : 0;
 }
 
 void kvx_fault_release(void) {
-  kvx::Faults &state = kvx::faults();
+  kvx::Faults &state = kvx::g_faults;
   std::lock_guard<std::mutex> lock(state.mutex);
   ++state.releases;
   state.holding = false;
@@ -387,7 +397,7 @@ void kvx_fault_release(void) {
 }
 
 void kvx_fault_clear(void) {
-  kvx::Faults &state = kvx::faults();
+  kvx::Faults &state = kvx::g_faults;
   std::lock_guard<std::mutex> lock(state.mutex);
   kvx::g_table.store(&kvx::kLibc, std::memory_order_release);
   state.rules.clear();

@@ -108,10 +108,9 @@ __attribute__((target("sse4.2,crc32,pclmul"))) uint32_t crc32c_sse(uint32_t star
   return static_cast<uint32_t>(crc);
 }
 
-bool has_crc() {
-  static const bool has = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
-  return has && isa() != Isa::kScalar;
-}
+const bool g_has_crc = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
+
+bool has_crc() { return g_has_crc && isa() != Isa::kScalar; }
 
 #endif
 
@@ -132,15 +131,14 @@ Isa find_isa() {
   return Isa::kScalar;
 }
 
+const Isa g_isa = find_isa();  // at load time: a fork's child would wait for ever for who was finding it
+
 using SumBytes = uint64_t (*)(const uint8_t *, uint64_t, const uint32_t *);
 constexpr SumBytes kSumBytes[] = KVX_FOR_EACH_ISA(sum_bytes);
 
 }  // namespace
 
-Isa isa() {
-  static const Isa found = find_isa();
-  return found;
-}
+Isa isa() { return g_isa; }
 
 const uint32_t *column_coefficients() { return kColumns.k1; }
 

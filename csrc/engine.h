@@ -1,4 +1,5 @@
-// The job runner: queues, threads, the monitor that keeps deadlines. The trips themselves are in trips.cpp.
+// The job runner: queues and threads (io_engine.cpp), the monitor (monitor.cpp). The trips themselves are in
+// trips.cpp.
 #pragma once
 
 #include <atomic>
@@ -18,6 +19,9 @@
 #include "kvx.h"
 
 namespace kvx {
+
+using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC, as now_ns()
+inline Clock::time_point at(uint64_t ns) { return Clock::time_point(std::chrono::nanoseconds(ns)); }
 
 // What all buffers of an engine take.
 struct StagingUse {
@@ -57,7 +61,7 @@ class Bell {
   void ring(uint32_t mask) { signal(mask, 0); }
   // Ends their wait, news or not.
   void call(uint32_t mask) { signal(mask, mask); }
-  Answer wait(uint32_t mask, std::chrono::steady_clock::time_point end) {
+  Answer wait(uint32_t mask, Clock::time_point end) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!heard_.wait_until(lock, end, [&] { return rung_ & mask; })) return kTimeout;
     const bool called = called_ & mask;
@@ -90,11 +94,13 @@ struct Worker {
   // guarded by Core::mutex
   std::shared_ptr<Job> job;  // whose chunk it runs
   uint32_t chunk = 0;
-  bool lost = false;    // given up: another thread has its place
-  bool exited = false;  // can be joined
+  uint64_t call_seen = 0;  // call_started, when the monitor last looked ...
+  uint64_t call_age = 0;   // ... and how long it has been under way, as the monitor has lived
+  bool lost = false;       // given up: another thread has its place
+  bool exited = false;     // can be joined
 };
 
-// What a thread does without a chunk, such as closing a file. It may never return either.
+// What a thread does without a chunk, such as closing its ring. It may never return either.
 template <class Call>
 void tidy(Worker &worker, Call call) {
   worker.call_started.store(now_ns(), std::memory_order_release);
@@ -139,7 +145,8 @@ class Core : public std::enable_shared_from_this<Core> {
   void count(int direction, const Outcome &outcome);
   void run_monitor();
   void close_expired(uint64_t now);
-  void give_up_slow_calls(uint64_t now);
+  void age_calls(uint64_t last, uint64_t now, uint64_t most);
+  void give_up_slow_calls();
   bool quiet();
   void mark_lost(Worker *worker);
   void spawn(std::unique_ptr<Backend> backend);
@@ -158,7 +165,7 @@ class Core : public std::enable_shared_from_this<Core> {
   std::deque<std::pair<uint64_t, uint32_t>> late_;
   std::unordered_map<uint64_t, std::shared_ptr<Job>> jobs_;
   std::multimap<uint64_t, Job *> deadlines_;  // of jobs that are not published
-  // A job's end may close a file, which may hang: it comes to pass after the mutex was given back.
+  // A job's end lets go of much, memory and files: it comes to pass after the mutex was given back.
   std::vector<std::shared_ptr<Job>> buried_;
   std::list<Worker> workers_;
   std::thread monitor_;

@@ -1,32 +1,30 @@
 #include "enrolment.h"
 
 #include <sys/resource.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <new>
 
 #include "calls.h"
+#include "forks.h"
 #include "ring_abi.h"
 
 namespace kvx {
 namespace {
 
-// All tables. Leaked on purpose: a file may be closed while destructors run.
+// All tables of this process. Leaked on purpose: a file may be closed while destructors run.
 struct Tables {
   std::mutex mutex;  // never held across a call
   std::vector<std::shared_ptr<FileTable>> all;
 };
-Tables &tables() {
-  static Tables *const instance = new Tables;
-  return *instance;
-}
+Tables &g_tables = *new Tables;
+const AfterFork g_renew_tables([] { new (&g_tables) Tables; });
 
 constexpr uint32_t kMostFiles = 1024;
 
 }  // namespace
 
-FileTable::FileTable(int ring, uint32_t places) : ring_(ring), process_(::getpid()) {
+FileTable::FileTable(int ring, uint32_t places) : ring_(ring) {
   for (uint32_t place = places; place-- > 0;) free_.push_back(place);
 }
 
@@ -38,8 +36,8 @@ std::shared_ptr<FileTable> FileTable::make(int ring, int *error) {
   *error = calls(KVX_OP_URING_REGISTER).uring->enroll(ring, kRegisterFiles, none.data(), places);
   if (*error < 0) return nullptr;
   std::shared_ptr<FileTable> table(new FileTable(ring, places));
-  std::lock_guard<std::mutex> lock(tables().mutex);
-  tables().all.push_back(table);
+  std::lock_guard<std::mutex> lock(g_tables.mutex);
+  g_tables.all.push_back(table);
   return table;
 }
 
@@ -66,7 +64,6 @@ int FileTable::place(kvx_file *file) {
 }
 
 void FileTable::drop(kvx_file *file) {
-  if (process_ != ::getpid()) return;  // first: who held the lock when it was forked is not there
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = places_.find(file->number);
   if (found == places_.end() || ring_ < 0) return;
@@ -77,8 +74,8 @@ void FileTable::drop(kvx_file *file) {
 
 void FileTable::retire() {
   {
-    std::lock_guard<std::mutex> lock(tables().mutex);
-    auto &all = tables().all;
+    std::lock_guard<std::mutex> lock(g_tables.mutex);
+    auto &all = g_tables.all;
     all.erase(std::remove_if(all.begin(), all.end(), [&](const auto &table) { return table.get() == this; }),
               all.end());
   }
@@ -89,8 +86,8 @@ void FileTable::retire() {
 void dismiss(kvx_file *file) {
   std::vector<std::shared_ptr<FileTable>> all;
   try {
-    std::lock_guard<std::mutex> lock(tables().mutex);
-    all = tables().all;
+    std::lock_guard<std::mutex> lock(g_tables.mutex);
+    all = g_tables.all;
   } catch (const std::bad_alloc &) {
     return;  // it stays open until the rings are closed; no other file has its number
   }

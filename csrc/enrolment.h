@@ -13,8 +13,8 @@
 namespace kvx {
 
 // A ring's table. A file comes in when the ring first moves bytes of it, and goes when it is closed: or else
-// one that was removed would keep its room on the drive. A fork's child, which shares the ring, changes
-// nothing.
+// one that was removed would keep its room on the drive. A fork's child, which shares the ring, knows none of
+// its parent's tables, and changes nothing.
 class FileTable {
  public:
   // An empty table; nullptr where the kernel refuses, and *error says why.
@@ -29,7 +29,6 @@ class FileTable {
 
   std::mutex mutex_;  // the ring's thread, and whoever closes a file
   int ring_;
-  const int process_;
   std::unordered_map<uint64_t, uint32_t> places_;  // by the file's number
   std::vector<uint32_t> free_;
 };

@@ -4,7 +4,11 @@
 #include <new>
 
 #include "calls.h"
-#include "enrolment.h"
+#include "closer.h"
+
+namespace {
+constexpr std::chrono::milliseconds kClosePatience{1000};
+}
 
 uint64_t new_file_number() {
   static std::atomic<uint64_t> last{0};
@@ -13,11 +17,8 @@ uint64_t new_file_number() {
 
 namespace kvx {
 
-void file_unref(kvx_file *file) {
-  if (file->references.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  if (file->enrolled) dismiss(file);
-  calls(KVX_OP_CLOSE).close(file->fd);
-  delete file;
+void file_unref(kvx_file *file, std::chrono::milliseconds patience) {
+  if (file->references.fetch_sub(1, std::memory_order_acq_rel) == 1) close_file(file, patience);
 }
 
 uint64_t boundary(const kvx_file *file, const Span *places, uint32_t count, uint64_t offset) {
@@ -74,7 +75,7 @@ kvx_file *kvx_file_adopt(int fd, const char *label, int direct) {
 }
 
 void kvx_file_release(kvx_file *file) {
-  if (file != nullptr) kvx::file_unref(file);
+  if (file != nullptr) kvx::file_unref(file, kClosePatience);
 }
 
 int kvx_file_fd(const kvx_file *file) { return file->fd; }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <string>
 
@@ -16,7 +17,7 @@
 uint64_t new_file_number();
 
 // kvx_file_adopt() makes one with one reference, which kvx_file_release() drops. Whoever starts a transfer on
-// another thread takes its own with file_ref() first. The last file_unref() closes the descriptor.
+// another thread takes its own with file_ref() first. After the last file_unref() the descriptor is closed.
 struct kvx_file {
   int fd;
   bool direct;
@@ -35,7 +36,8 @@ struct Span {
 };
 
 inline void file_ref(kvx_file *file) { file->references.fetch_add(1, std::memory_order_relaxed); }
-void file_unref(kvx_file *file);
+// Waits for the close, if one follows, `patience` at most: closer.h.
+void file_unref(kvx_file *file, std::chrono::milliseconds patience = {});
 
 // The largest number of bytes that one call is asked to move.
 inline constexpr uint64_t kMaxTransfer = uint64_t{1} << 30;

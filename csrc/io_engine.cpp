@@ -1,5 +1,5 @@
-// Queues, threads and the monitor. One mutex guards all job state: it is taken a few times a chunk, never
-// across a system call or a copy.
+// Queues and threads. One mutex guards all job state: it is taken a few times a chunk, never across a system
+// call or a copy.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -16,11 +16,7 @@ namespace kvx {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC, as now_ns()
-
 constexpr uint64_t kHuge = 2u << 20;
-
-Clock::time_point at(uint64_t ns) { return Clock::time_point(std::chrono::nanoseconds(ns)); }
 
 // Absolute time of a timeout from now; far away, but without overflow, for "for ever".
 Clock::time_point after(uint64_t timeout_ns) {
@@ -258,95 +254,6 @@ void Core::publish_if_done(Job &job) {
   done_.notify_all();
 }
 
-// ---- the monitor --------------------------------------------------------------------------------
-
-void Core::close_expired(uint64_t now) {
-  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
-    Job &job = *deadlines_.begin()->second;
-    deadlines_.erase(job.timer);
-    job.timed = false;
-    job.close(KVX_CUT);
-    publish_if_done(job);  // else whoever is inside does it when leaving
-  }
-}
-
-void Core::run_monitor() {
-  std::unique_lock<std::mutex> lock(mutex);
-  while (!stopped_) {
-    const uint64_t now = now_ns();
-    close_expired(now);
-    uint64_t next = deadlines_.empty() ? UINT64_MAX : deadlines_.begin()->first;
-    if (config_.io_timeout_ns) {
-      give_up_slow_calls(now);
-      // A call is noticed within a quarter of the timeout: no need to be woken for each.
-      watching_ = busy_ > 0;
-      if (watching_) next = std::min(next, now + std::max<uint64_t>(config_.io_timeout_ns / 4, 1000000));
-    }
-    reap();
-    if (next == UINT64_MAX)
-      monitor_wake_.wait(lock);
-    else
-      monitor_wake_.wait_until(lock, at(next));
-  }
-}
-
-void Core::give_up_slow_calls(uint64_t now) {
-  uint32_t found = 0;
-  for (Worker &worker : workers_) {
-    const uint64_t started = worker.call_started.load(std::memory_order_acquire);
-    if (worker.lost || !worker.job || !started || now < started + config_.io_timeout_ns) continue;
-    mark_lost(&worker);
-    ++found;
-  }
-  try {
-    for (; found && in_service_ < config_.threads && lost_ <= config_.max_lost_threads; --found)
-      spawn(nullptr);
-  } catch (const std::system_error &) {
-    // No thread to be had: the rest carry on, and a lost one takes its place again when its call returns.
-  }
-  if (!in_service_) fail_queued(KVX_STALLED);
-}
-
-void Core::mark_lost(Worker *worker) {
-  worker->lost = true;
-  --in_service_;
-  ++lost_;
-  --busy_;
-  storing_ -= worker->job->direction == KVX_STORE;
-  ++counters.lost_calls;
-  const bool store = worker->job->direction == KVX_STORE;
-  counters.lost_writes += store;
-  const bool slot_at_risk = store && worker->job->writing(worker->chunk);
-  worker->job->settle(worker->chunk,
-                      Outcome{slot_at_risk || !store ? uint8_t{KVX_LOST} : uint8_t{KVX_CANCELLED}});
-  publish_if_done(*worker->job);
-  if (store) done_.notify_all();  // for whoever waits for its source
-  idle_.notify_all();
-}
-
-void Core::fail_queued(uint8_t status) {
-  for (auto &queue : queue_) {
-    for (auto &job : queue) {
-      job->drop_untaken(status);
-      publish_if_done(*job);
-      bury(std::move(job));
-    }
-    queue.clear();
-  }
-}
-
-// Joins threads that have left. (A lost thread that never comes back is detached by shutdown.)
-void Core::reap() {
-  for (auto worker = workers_.begin(); worker != workers_.end();) {
-    if (worker->exited) {
-      if (worker->thread.joinable()) worker->thread.join();  // nothing is left of it but the way out
-      worker = workers_.erase(worker);
-    } else {
-      ++worker;
-    }
-  }
-}
-
 // ---- the caller's side --------------------------------------------------------------------------
 
 int Core::submit(const kvx_job &request) {
@@ -390,7 +297,7 @@ std::shared_ptr<Job> Core::find(uint64_t job_id) {
 }
 
 void Core::forget(uint64_t job_id) {
-  std::shared_ptr<Job> last;  // destroyed after the lock: it may close a file
+  std::shared_ptr<Job> last;  // destroyed after the lock
   std::lock_guard<std::mutex> lock(mutex);
   const auto found = jobs_.find(job_id);
   if (found == jobs_.end() || !found->second->published) return;

@@ -7,6 +7,8 @@
  *   - Sizes, offsets and strides are bytes in uint64_t; nothing is ever narrowed to 32 bits.
  *   - Functions that can fail return 0 or a negative errno; nothing throws across this boundary.
  *   - Times are nanoseconds of CLOCK_MONOTONIC (Python's time.monotonic_ns()); 0 means none.
+ *   - In the child of a fork nothing of section 6 may be called with an engine of the parent's: not even to
+ * free it. Files may be released, and everything may be made anew.
  *   - Every call that makes, moves, reads or writes a store's files goes through one table (section 2).
  *     Looking at names (stat, listing a directory) and what LMDB does to its own file does not.
  */
@@ -122,6 +124,8 @@ KVX_API int kvx_sys_dioalign(int fd, uint32_t *memory_align, uint32_t *offset_al
 typedef struct kvx_file kvx_file;
 /* Takes over `fd`. `label` (copied) names the file in errors; `direct` says O_DIRECT is set on it. */
 KVX_API kvx_file *kvx_file_adopt(int fd, const char *label, int direct);
+/* If it was the last reference, the file is closed when this returns, or, where the close takes longer than a
+ * second, some time later: by another thread. */
 KVX_API void kvx_file_release(kvx_file *file);
 /* The descriptor, for who opens the same file in another way; it stays the file's. */
 KVX_API int kvx_file_fd(const kvx_file *file);
@@ -247,7 +251,8 @@ typedef struct kvx_engine kvx_engine;
 typedef struct kvx_engine_config {
   uint32_t threads;          /* >= 1; stores leave an eighth of them (at least one) to loads */
   uint32_t max_lost_threads; /* threads whose call never returned that may be replaced */
-  uint64_t io_timeout_ns;    /* a call running longer is given up as KVX_LOST; 0: never */
+  uint64_t io_timeout_ns;    /* a call running longer is given up as KVX_LOST; 0: never. Time in which the
+                                process was stopped does not count. */
   uint64_t read_piece_bytes; /* reads are cut into pieces of about this size, on segment boundaries */
   uint32_t backend;          /* enum kvx_backend */
   uint32_t straight;         /* 1 << direction: chunks of host rows go without staging where they can */

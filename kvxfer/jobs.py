@@ -158,7 +158,9 @@ class JobOutcome:
 
 
 class Runner(ABC):
-    """Runs loads and stores between pages and slots, each to its one outcome. Not usable in a forked child.
+    """Runs loads and stores between pages and slots, each to its one outcome.
+
+    In a forked child, which has none of its threads, every call that could wait raises ForkError.
 
     Thread-safe. No call waits, but `wait`, `wait_gathered` and `shutdown`, all bounded by their timeouts.
     """
@@ -371,21 +373,25 @@ class JobRunner(Runner):
 
     def late(self) -> Iterator[tuple[int, int]]:
         """(job id, chunk) of stores once reported LOST whose write has returned since: their slots are free again."""
+        check_process(self._pid, "engine")
         job_id, chunk = C.c_uint64(), C.c_uint32()
         while self._lib.kvx_engine_late(self._handle, C.byref(job_id), C.byref(chunk)) == 1:
             yield job_id.value, chunk.value
 
     def wait(self, directions: Sequence[int], timeout_s: float) -> bool:
         """Block until a job of one of the directions can be polled, or `wake()` was called for one."""
+        check_process(self._pid, "engine")
         mask = sum(1 << d for d in directions)
         return bool(self._lib.kvx_engine_wait(self._handle, mask, nanoseconds(timeout_s)))
 
     def wake(self, direction: int = STORE) -> None:
         """End the `wait` of whoever waits for this direction, or the next one."""
+        check_process(self._pid, "engine")
         self._quick.kvx_engine_wake(self._handle, 1 << direction)
 
     def wait_gathered(self, job_id: int, timeout_s: float) -> bool | None:
         """Block until a store's source blocks may be reused. None where the job isn't known (any more)."""
+        check_process(self._pid, "engine")
         answer = self._lib.kvx_engine_wait_gathered(self._handle, job_id, nanoseconds(timeout_s))
         return None if answer < 0 else bool(answer)
 
@@ -407,6 +413,7 @@ class JobRunner(Runner):
         Returns:
             Threads left behind in calls that have not returned.
         """
+        check_process(self._pid, "engine")
         return int(self._lib.kvx_engine_shutdown(self._handle, nanoseconds(timeout_s)))
 
     def abandon(self) -> None:

@@ -1,4 +1,9 @@
-"""Aligned private memory for direct I/O: probes, slab headers, scans. (Jobs have their own, in csrc.)"""
+"""Aligned private memory for direct I/O: probes, slab headers, scans. (Jobs have their own, in csrc.)
+
+None of it is shared with the child of a fork. A page that is would be copied at this process's next write to it, and
+a transfer under way would go on with the page that the child has. The child has zeros in its place (MADV_WIPEONFORK),
+and not nothing (MADV_DONTFORK): its copies of these objects go, and would take along what it has mapped there since.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,25 @@ import numpy.typing as npt
 
 from kvxfer.errors import ConfigError
 
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK, Linux 4.14; Python has no name for it
+
+
+def private_memory(nbytes: int) -> mmap.mmap:
+    """Zeroed anonymous pages that are this process's alone.
+
+    Raises:
+        OSError: there are not as many.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(_WIPE_ON_FORK)
+    except OSError:  # an older kernel: this process's bytes come before a child's life
+        memory.madvise(mmap.MADV_DONTFORK)
+    return memory
+
 
 class AlignedBuffer:
-    """`nbytes` of zeroed anonymous memory that starts at a multiple of `alignment`.
+    """`nbytes` of zeroed private memory that starts at a multiple of `alignment`. A fork's child has zeros in its copy.
 
     The memory goes when the buffer and every view of it have gone.
 
@@ -28,7 +49,7 @@ class AlignedBuffer:
             raise ConfigError(f"a buffer of {nbytes} bytes aligned to {alignment}: want bytes, and a power of two")
         self.alignment = alignment
         slack = 0 if alignment <= mmap.PAGESIZE else alignment
-        whole = np.frombuffer(mmap.mmap(-1, nbytes + slack), dtype=np.uint8)
+        whole = np.frombuffer(private_memory(nbytes + slack), dtype=np.uint8)
         start = -int(whole.ctypes.data) % alignment
         self.array = whole[start : start + nbytes]
 

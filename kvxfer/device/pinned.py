@@ -18,6 +18,7 @@ from kvxfer import _cuda
 from kvxfer.errors import DeviceError, NativeError
 from kvxfer.probe import Probe
 from kvxfer.report import engine_reporter
+from kvxfer.staging import private_memory
 
 __all__ = ["PinnedMemory", "pinning_on"]
 
@@ -43,10 +44,9 @@ class PinnedMemory:
         self.piece_bytes = piece_bytes
         slack = 0 if alignment <= mmap.PAGESIZE else alignment
         try:
-            memory = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = private_memory(nbytes + slack)  # a child's copy would part this process's pages from the pinned
         except OSError as exc:
             raise MemoryError(f"{nbytes} bytes of host memory: {exc}") from exc
-        memory.madvise(mmap.MADV_DONTFORK)  # a child's copy would part this process's pages from those that are pinned
         whole = np.frombuffer(memory, np.uint8)
         start = -int(whole.ctypes.data) % alignment
         self.array = whole[start : start + nbytes]

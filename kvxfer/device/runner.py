@@ -138,6 +138,7 @@ class DeviceRunner(Runner):
 
     def late(self) -> Iterator[tuple[int, int]]:
         """(job id, chunk) of stores once reported LOST whose write has returned since: their slots are free again."""
+        check_process(self._pid, "engine")
         with self._lock:
             self._watch()
             late = list(self._flights.late)
@@ -146,6 +147,7 @@ class DeviceRunner(Runner):
 
     def wait(self, directions: Sequence[int], timeout_s: float) -> bool:
         """Block until a job of one of the directions can be polled, or `wake()` was called for one."""
+        check_process(self._pid, "engine")
         end = time.monotonic() + timeout_s
         with self._lock:
             while True:
@@ -161,12 +163,14 @@ class DeviceRunner(Runner):
 
     def wake(self, direction: int = STORE) -> None:
         """End the `wait` of whoever waits for this direction, or the next one."""
+        check_process(self._pid, "engine")
         with self._lock:
             self._called.add(direction)
             self._news.notify_all()
 
     def wait_gathered(self, job_id: int, timeout_s: float) -> bool | None:
         """Block until a store's source blocks may be reused. None where the job isn't known (any more)."""
+        check_process(self._pid, "engine")
         end = time.monotonic() + timeout_s
         with self._lock:
             job = self._flights.jobs.get(job_id)
@@ -198,6 +202,7 @@ class DeviceRunner(Runner):
 
     def shutdown(self, timeout_s: float) -> int:
         """As `Runner.shutdown`. Work that the device has not done by then keeps its bay, and its pages, for ever."""
+        check_process(self._pid, "engine")
         end = time.monotonic() + max(0.0, timeout_s)
         with self._lock:
             while self._shutting and (left := end - time.monotonic()) > 0:

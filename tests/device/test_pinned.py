@@ -15,6 +15,7 @@ import pytest
 from kvxfer.device import torch_device
 from kvxfer.device.pinned import PinnedMemory, pinning_on
 from kvxfer.errors import DeviceError
+from tests.io.test_posix import taken_along
 from tests.native.cuda_libraries import FakeRuntime, fake_runtime
 
 torch = pytest.importorskip("torch")
@@ -61,6 +62,17 @@ def test_a_forks_child_unpins_nothing(runtime: FakeRuntime) -> None:
     assert os.waitpid(child, 0)[1] == 0
     memory.free()
     assert runtime.pinned == 0
+
+
+def test_a_forks_child_keeps_what_it_has_mapped_in_the_same_place(runtime: FakeRuntime) -> None:
+    """It has a copy of the object, and at its end would unmap what is there."""
+    memories = [PinnedMemory(runtime.cuda, 0, 5 * 4096)]
+    memories[0].array[:] = 7
+    if not (child := os.fork()):
+        wrong = int(memories[0].array.any())
+        os._exit(wrong or taken_along(int(memories[0].array.ctypes.data), 5 * 4096, memories.clear))
+    assert os.waitpid(child, 0)[1] == 0
+    assert (memories[0].array == 7).all()
 
 
 def test_a_refusal_is_said_and_the_next_allocator_asked(

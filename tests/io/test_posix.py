@@ -3,14 +3,20 @@ much."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
+import mmap
 import os
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvxfer import staging
 from kvxfer.errors import ConfigError, IOFault, StoreError
 from kvxfer.io import system
 from kvxfer.io.posix import PosixBackend
@@ -208,3 +214,40 @@ def test_buffers_are_aligned_and_outlive_their_owner(alignment: int) -> None:
 def test_buffers_that_cannot_be(nbytes: int, alignment: int) -> None:
     with pytest.raises(ConfigError):
         AlignedBuffer(nbytes, alignment)
+
+
+def taken_along(address: int, nbytes: int, drop: Callable[[], object]) -> int:
+    """In a fork's child: whether `drop` takes away what the child has mapped at `address` itself, if that is free."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    mine = libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    drop()
+    gc.collect()
+    ctypes.memset(mine, 1, nbytes)  # SIGSEGV where it is gone
+    return int(mine == address)
+
+
+def test_a_forks_child_has_zeros_of_its_own() -> None:
+    """No page is shared, and the end of the child's buffer takes nothing else along."""
+    buffers = [AlignedBuffer(5 * 4096)]
+    buffers[0].array[:] = 7
+    if not (child := os.fork()):
+        wrong = 8
+        with suppress(BaseException):
+            zeros = not buffers[0].array.any()
+            buffers[0].array[:] = 9
+            wrong = taken_along(buffers[0].address, 5 * 4096, buffers.clear) + (0 if zeros else 2)
+        os._exit(wrong)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (buffers[0].array == 7).all()
+
+
+def test_a_kernel_that_does_not_wipe_gives_a_forks_child_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_WIPE_ON_FORK", 9999)
+    buffer = AlignedBuffer(5 * 4096)
+    buffer.array[:] = 7
+    if not (child := os.fork()):
+        os._exit(2 - taken_along(buffer.address, 5 * 4096, lambda: None))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert (buffer.array == 7).all()

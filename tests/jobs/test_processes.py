@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,48 @@ def test_exit_without_close_ends_the_process(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "hanging\n" and done.returncode == 0, done.stderr
+
+
+STOPPED_S = 3.0  # what a call may take, of the process that is stopped for longer
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_process_that_was_stopped_takes_no_call_for_one_that_hangs(tmp_path: Path, returns: bool) -> None:
+    """SIGSTOP, a machine that was suspended: a call is as old as what the process has lived through. One that hangs
+    all the same is given up later."""
+    script = textwrap.dedent(
+        f"""
+        import pathlib, sys, time
+        from tests.jobs import rig as r
+        from kvxfer.testing import FaultyIO
+        pages = r.ranks(r.MODEL, "nhd", 1, filled=True)
+        rig = r.Rig(pathlib.Path({str(tmp_path / "slots")!r}), pages, io_timeout_s={STOPPED_S})
+        rig.store(pages, r.EACH)
+        rule = FaultyIO().hang("pread")
+        rig.submit(r.LOAD, pages, [[0]])
+        while rule.hits < 1: time.sleep(0.001)
+        began = time.monotonic()
+        print("hangs", flush=True)
+        sys.stdin.readline()
+        assert time.monotonic() - began > {STOPPED_S}
+        rig.submit(r.LOAD, pages, [[1]], chunks=[1], deadline_s=0.3)
+        cut = rig.finish(r.LOAD)  # by the monitor, which has looked at all calls with that
+        print(cut.job_id, *cut.status, rig.runner.stats()["lost_calls"], flush=True)
+        if {returns}: FaultyIO().release()
+        ended = rig.finish(r.LOAD)
+        print(ended.job_id, *ended.status, flush=True)
+        """
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None and child.stdout is not None
+    assert child.stdout.readline() == "hangs\n"
+    child.send_signal(signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
+    time.sleep(STOPPED_S + 0.1)  # what it is told of below, not what anything waits for
+    child.send_signal(signal.SIGCONT)
+    said, _ = child.communicate("go\n", timeout=60)
+    assert said.split("\n")[:-1] == [f"3 {Status.CUT:d} 0", f"2 {0 if returns else Status.LOST:d}"]
+    assert child.returncode == 0
 
 
 @pytest.mark.parametrize("before", [True, False])

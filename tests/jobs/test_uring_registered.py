@@ -169,7 +169,7 @@ def test_a_forks_child_that_lives_changes_nothing(tmp_path: Path, source, target
 
 
 def test_a_shutdown_does_not_wait_for_a_close(tmp_path: Path, io: FaultyIO, table: Table) -> None:
-    """A thread whose job was the last to have a file open closes it."""
+    """Of a file that a job was the last to have open."""
     target, before = Table(), rings()
     with rig_of(tmp_path, table, {"read_piece_bytes": PIECE}, threads=1) as rig:
         pipe = Pipe(rig, tmp_path / "pipe")
