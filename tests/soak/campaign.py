@@ -195,6 +195,21 @@ def _numbers(text: str) -> list[list[int]]:
     return [[int(k) for k in line.split()[1:]] for line in text.splitlines() if line.startswith("told")]
 
 
+def play(root: Path, pages: Pages, op: str, n: int, fault: Fault, say: Callable[[Any], None]) -> None:
+    """The scene with a fault at one call; says what is acknowledged, how often the fault was met, and where it hung."""
+    told = lambda ks: say("told " + " ".join(map(str, ks)))  # noqa: E731
+    with FaultyIO() as io:
+        rule = fault.arm(io, op, n)
+        if fault.holds:
+            release = rule.release if isinstance(rule, LmdbRule) else io.release
+            with Held(lambda: rule.hits, release, stuck=fault.name.endswith("stuck")) as held:
+                HeldScene(held, root, pages, told, io=io_of(op)).play()
+            say("held " + " ".join(held.where))
+        else:
+            Scene(root, pages, told, strict=not fault.lies, io=io_of(op)).play()
+        say(f"hits {rule.hits}")
+
+
 class Campaign:
     """Plays in a directory; counts what became of them."""
 
@@ -253,17 +268,7 @@ class Campaign:
 
         def work(say: Callable[[Any], None]) -> None:
             before = descriptors(), threads()
-            with FaultyIO() as io:
-                rule = fault.arm(io, op, n)
-                told = lambda ks: say("told " + " ".join(map(str, ks)))  # noqa: E731
-                if fault.holds:
-                    release = rule.release if isinstance(rule, LmdbRule) else io.release
-                    with Held(lambda: rule.hits, release, stuck=fault.name.endswith("stuck")) as held:
-                        HeldScene(held, root, self.pages, told, io=io_of(op)).play()
-                    say("held " + " ".join(held.where))
-                else:
-                    Scene(root, self.pages, told, strict=not fault.lies, io=io_of(op)).play()
-                say(f"hits {rule.hits}")
+            play(root, self.pages, op, n, fault, say)
             settled(before)
 
         done = in_a_process(work)
@@ -286,6 +291,7 @@ class Campaign:
     def _defect(self, op: str, n: int, fault: Fault, done: Outcome) -> None:
         how = "hung" if done.hung else f"status {done.status}"
         self.defects.append(f"{op} {n}, {fault.name}: {how}\n{done.text[-2500:]}")
+        print(f"DEFECT {self.defects[-1]}", flush=True)
 
     def _clear(self) -> None:
         shutil.rmtree(self.place / "root", ignore_errors=True)
@@ -316,6 +322,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--op", action="append", help="only this operation; may be given again")
     parser.add_argument("--way", action="append", help="only this fault; may be given again")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no play after that")
+    parser.add_argument("--loud", action="store_true", help="say how far it got, all 100 plays")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     options = parser.parse_args(words)
     end = time.monotonic() + options.seconds
@@ -328,6 +335,8 @@ def main(words: list[str] | None = None) -> int:
             if time.monotonic() >= end:
                 break
             campaign.play(*case)
+            if options.loud and campaign.plays % 100 == 0:
+                print(f"  {campaign.plays} of {len(planned)} plays", flush=True)
     print(f"campaign: seed {options.seed}, {len(planned)} cases of {sum(counts.values())} calls ({CHUNKS} chunks)")
     print("  calls  " + ", ".join(f"{op} {n}" for op, n in counts.items()))
     print("  plays  " + ", ".join(f"{op} {n}" for op, n in campaign.by_op.items()))
@@ -337,8 +346,6 @@ def main(words: list[str] | None = None) -> int:
     )
     if campaign.held:
         print("  hung   " + ", ".join(f"{where} {n}" for where, n in sorted(campaign.held.items())))
-    for defect in campaign.defects:
-        print(f"DEFECT {defect}")
     return 1 if campaign.defects else 0
 
 
