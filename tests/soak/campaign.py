@@ -2,8 +2,8 @@
 
 The first play counts the calls of every operation that libkvx's table has (whatever operations those are). Then, for
 the n-th call of each and for each fault that can be there, the scene is played in a process of its own with exactly
-that call failing: delayed, cut short, changed on the way, answered with an errno, the last thing that the process did; or not
-returning, until what it holds up has ended without it (`late`), or until all has been shut down (`stuck`: held.py).
+that call failing: delayed, cut short, changed on the way, answered with an errno, the last thing that the process did;
+or not returning, until what it holds up has ended without it (`late`) or all has been shut down (`stuck`: held.py).
 After each, a fresh process opens the root without faults. Exit status 1: something was lost, hung or left behind.
 
 LMDB's own calls on its file do not go through that table: where tests/native/preload_lmdb.c is preloaded, they are
@@ -291,7 +291,7 @@ class Campaign:
     def _defect(self, op: str, n: int, fault: Fault, done: Outcome) -> None:
         how = "hung" if done.hung else f"status {done.status}"
         self.defects.append(f"{op} {n}, {fault.name}: {how}\n{done.text[-2500:]}")
-        print(f"DEFECT {self.defects[-1]}", flush=True)
+        print(f"LOSS {self.defects[-1]}", flush=True)
 
     def _clear(self) -> None:
         shutil.rmtree(self.place / "root", ignore_errors=True)
@@ -342,7 +342,7 @@ def main(words: list[str] | None = None) -> int:
     print("  plays  " + ", ".join(f"{op} {n}" for op, n in campaign.by_op.items()))
     print(
         f"  faults {campaign.plays - campaign.unreached} of {campaign.plays} plays met theirs, "
-        f"{campaign.kills} kills; defects {len(campaign.defects)}"
+        f"{campaign.kills} kills; losses {len(campaign.defects)}"
     )
     if campaign.held:
         print("  hung   " + ", ".join(f"{where} {n}" for where, n in sorted(campaign.held.items())))

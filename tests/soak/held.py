@@ -8,9 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from kvxfer.config import EngineConfig
 from kvxfer.engine import TransferEngine
 from kvxfer.results import TransferResult
 from tests.soak.scene import WAIT_S, Scene, Session
@@ -83,11 +85,13 @@ class Cut(Exception):
 class HeldSession(Session):
     """One in which a call may hang: everything that promises to end does, with that call as it is."""
 
-    HOW = Session.HOW | {"io_timeout_s": IO_TIMEOUT_S}
-
     def __init__(self, held: Held, *args: Any, **named: Any) -> None:
         self.held = held
         super().__init__(*args, **named)
+
+    def how(self) -> EngineConfig:
+        """Gives calls up soon."""
+        return replace(super().how(), io_timeout_s=IO_TIMEOUT_S)
 
     def own(self) -> AbstractContextManager[None]:
         """Calls in here go on at once."""
@@ -157,7 +161,8 @@ class HeldSession(Session):
             assert time.monotonic() < end, "a close that does not end"
         self.held.let_go("stuck" if hung else "close")
         self._settle()
-        until(lambda: not any(thread.is_alive() for engine in self.engines for thread in engine._threads), "threads end")
+        serving = [thread for engine in self.engines for thread in engine._threads]
+        until(lambda: not any(thread.is_alive() for thread in serving), "the engines' threads end")
         self.check_gauges()
 
 
@@ -181,7 +186,7 @@ class HeldScene(Scene):
 
 
 def stores_at(engine: TransferEngine) -> Any:
-    """Where in the code the thread is that serves an engine's stores; None: where it waits for work, or it has ended."""
+    """Where in the code the thread is that serves an engine's stores; None: it waits for work, or has ended."""
     frame = sys._current_frames().get(engine._threads[1].ident or 0)
     if frame is None or frame.f_code.co_filename.endswith("kvxfer/jobs.py"):
         return None

@@ -160,8 +160,7 @@ def after_the_cut(root: Path, pages: Pages) -> None:
 
 
 SCENES: dict[str, Callable[[Path, Pages], None]] = {
-    each.__name__: each
-    for each in (long_files, descriptors_gone, memory_gone, full_disk, index_cut, after_the_cut)
+    each.__name__: each for each in (long_files, descriptors_gone, memory_gone, full_disk, index_cut, after_the_cut)
 }
 
 

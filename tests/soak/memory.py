@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import os
 import shutil
 import statistics
@@ -49,7 +50,7 @@ class _MallInfo(ctypes.Structure):
     ]
 
 
-class Held(NamedTuple):
+class Footprint(NamedTuple):
     """What the process has."""
 
     malloc: int  # bytes
@@ -57,7 +58,7 @@ class Held(NamedTuple):
     resident: int  # bytes
 
     @staticmethod
-    def now() -> Held:
+    def now() -> Footprint:
         """After a collection."""
         gc.collect()
         mallinfo2 = ctypes.CDLL(None).mallinfo2  # glibc 2.33
@@ -65,7 +66,7 @@ class Held(NamedTuple):
         info = mallinfo2()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         maps = len(Path("/proc/self/maps").read_text().splitlines())
-        return Held(info.uordblks + info.hblkhd, maps, pages * os.sysconf("SC_PAGE_SIZE"))
+        return Footprint(info.uordblks + info.hblkhd, maps, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def one_round(root: Path, pages: Pages) -> None:
@@ -80,13 +81,13 @@ def measure(root: Path, seconds: float, work: Callable[[Path, Pages], None] = on
     """Rounds for so long, FIRST + LEAST of them at least; says what they added. The exit status."""
     pages, end = Pages(), time.monotonic() + seconds
     before = descriptors(), threads()
-    found: list[Held] = []
+    found: list[Footprint] = []
     while len(found) < FIRST + LEAST + 1 or time.monotonic() < end:
         work(root, pages)
         settled(before)
-        found.append(Held.now())
+        found.append(Footprint.now())
     seen = found[FIRST:]
-    added = statistics.median(b.malloc - a.malloc for a, b in zip(seen, seen[1:], strict=False)) / len(CASES)
+    added = statistics.median(b.malloc - a.malloc for a, b in itertools.pairwise(seen)) / len(CASES)
     resident = seen[-1].resident - seen[0].resident
     grew = added > PLAY_BYTES or resident > RESIDENT_BYTES or seen[-1].maps > seen[0].maps + len(CASES)
     print(
@@ -95,7 +96,7 @@ def measure(root: Path, seconds: float, work: Callable[[Path, Pages], None] = on
         f"{seen[-1].maps - seen[0].maps} mappings; descriptors and threads are those of the start"
     )
     if grew:
-        print("DEFECT memory: " + ", ".join(f"{each.malloc}" for each in found))
+        print("LOSS memory: " + ", ".join(f"{each.malloc}" for each in found))
     return grew
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.convert.pages import KVPages
@@ -43,8 +42,6 @@ class Pages:
 class Session:
     """A store and its two engines, in this process."""
 
-    HOW: dict[str, Any] = {"io_threads": 1, "shutdown_timeout_s": WAIT_S, "breaker_failures": 0}
-
     def __init__(
         self, root: Path, pages: Pages, *, durability: str = "process", io: str = "auto", bump: bool = False
     ) -> None:
@@ -52,7 +49,6 @@ class Session:
         self.pages, self._job = pages, 0
         self.came: list[int] | None = None  # with the last load
         config = StoreConfig(root=root, capacity_bytes=CAPACITY, slab_bytes=SLAB, durability=durability, io=io)
-        how = EngineConfig(**self.HOW)
         self.engines: list[TransferEngine] = []
         with self.own():
             self.store = Store.open(config, writers=2, housekeeping=False)
@@ -60,10 +56,14 @@ class Session:
                 if bump:
                     self.store.bump_epoch()
                 for mine in (pages.source, pages.target):
-                    self.engines.append(TransferEngine(self.store, namespace_of(), mine, config=how))
+                    self.engines.append(TransferEngine(self.store, namespace_of(), mine, config=self.how()))
             except BaseException:
                 self.close()
                 raise
+
+    def how(self) -> EngineConfig:
+        """Of both engines."""
+        return EngineConfig(io_threads=1, shutdown_timeout_s=WAIT_S, breaker_failures=0)
 
     def own(self) -> AbstractContextManager[None]:
         """Around calls of this thread that may wait for the drive for as long as it takes."""
