@@ -20,7 +20,7 @@ ARGS ?=
 CORES := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 JOBS ?= $(shell echo $$(($(CORES) + 1)))
 
-.PHONY: help install demo test test-slow soak test-gpu kernels test-vllm test-vllm-full test-asan test-tsan check format bench bench-gpu bench-vllm build/vllm clean
+.PHONY: help install demo test test-slow soak campaign test-gpu kernels test-vllm test-vllm-full test-asan test-tsan check format bench bench-gpu bench-vllm build/vllm clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
@@ -46,6 +46,9 @@ test-slow: install ## the slow ones: more of what the others try a little of
 SOAK_SECONDS ?= 600
 soak: install ## faults and kills for SOAK_SECONDS (600), every loaded byte checked; 1 on any loss; SOAK_SEED=... ARGS="--dir /mnt/nvme"
 	@SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m tests.soak $(ARGS)
+
+campaign: install ## every call of a store failed once in every way, losses counted; half an hour and more; ARGS="--dir /mnt/nvme"
+	@$(BIN)/python -m tests.soak --campaign $(ARGS)
 
 test-gpu: install ## the tests marked gpu and gds; a GPU that is missing, or that torch does not see, is a failure, not a skip
 	@nvidia-smi -L 2>/dev/null | grep -q . || { echo "make test-gpu: nvidia-smi shows no GPU here" >&2; exit 1; }

@@ -99,7 +99,8 @@ class Travel {
     const uint64_t bytes = plan_.staging_bytes() - from;
     const bool grows = bytes > worker_.staging.size();
     if (grows) set_staging(nullptr, 0);
-    staging_ = worker_.staging.need(bytes);
+    // The kernel may look for memory for as long as a drive takes that it swaps or writes back to.
+    tidy(worker_, [&] { staging_ = worker_.staging.need(bytes); });
     if (grows && staging_) set_staging(staging_, worker_.staging.size());
     shift_ = from;
     return staging_ != nullptr;

@@ -108,6 +108,18 @@ def test_no_memory_for_staging_fails_the_chunk_only(tmp_path: Path, source) -> N
         assert [(e.chunk, e.errno) for e in outcome.errors] == [(0, errno.ENOMEM)]
 
 
+def test_memory_for_staging_that_does_not_come_is_given_up_as_any_call(tmp_path: Path, source, target) -> None:
+    with Rig(tmp_path / "slots", source, threads=1, io_timeout_s=0.5) as rig, FaultyIO() as io:
+        io.hang("mmap", times=1)
+        outcome = rig.store(source, EACH)
+        assert [(e.chunk, e.status) for e in outcome.errors] == [(0, Status.CANCELLED)], "nothing was written"
+        io.release()
+        until(lambda: rig.runner.stats()["lost_threads"] == 0, "the thread comes back")
+        assert not rig.store(source, EACH).status.any()
+        assert not rig.load(target, EACH).status.any()
+    expect(MODEL, "hnd", target, range(8))
+
+
 # ---- deadlines ------------------------------------------------------------------------------------------------
 
 

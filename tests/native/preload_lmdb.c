@@ -2,8 +2,9 @@
  * (kvxfer's calls go through its own table; LMDB's do not.)
  *
  *   KVX_LMDB_FAULT=OP:ACTION:N   OP: write (pwrite, pwritev, writev, write), sync (fdatasync, fsync), truncate
- *                                ACTION: an errno; kill-before; kill-after; kill-half (half of the bytes, then SIGKILL)
- *                                N: from the N-th call on (1 is the first); kill acts at the N-th
+ *                                ACTION: an errno; kill-before; kill-after; kill-half (half of the bytes, then SIGKILL);
+ *                                hang (until kvx_lmdb_released is set, then as it should be)
+ *                                N: from the N-th call on (1 is the first); kill and hang act at the N-th
  *   KVX_LMDB_FAULT_LIMIT=M       an errno hits at most M calls
  *   KVX_LMDB_ARMED=PATH          counts and acts only while this file exists
  */
@@ -18,6 +19,7 @@
 #include <unistd.h>
 
 long kvx_lmdb_calls, kvx_lmdb_hits; /* since the process started; a fork has its own */
+volatile long kvx_lmdb_released;
 
 static int on_index(int fd) {
   char link[64], target[4096];
@@ -48,6 +50,12 @@ static int decide(const char *op, int fd) {
     ++kvx_lmdb_hits;
     if (strcmp(action, "kill-before") == 0) die();
     return strcmp(action, "kill-half") == 0 ? KILL_HALF : KILL_AFTER;
+  }
+  if (strcmp(action, "hang") == 0) {
+    if (n != from) return PASS;
+    ++kvx_lmdb_hits;
+    while (!kvx_lmdb_released) usleep(1000);
+    return PASS;
   }
   if (n < from || (limit && kvx_lmdb_hits >= atol(limit))) return PASS;
   ++kvx_lmdb_hits;

@@ -1,1 +1,1 @@
-"""Long runs: every call of a store failed once (campaign), and processes that are killed under load (soak)."""
+"""Long runs: every call of a store fails once (campaign), memory that is kept, processes that are killed (storm)."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.engine import TransferEngine
 from kvxfer.errors import KvxferError
+from kvxfer.results import TransferResult
 from kvxfer.store import Store, members, room
 from kvxfer.store import index as index_module
 from tests.engine.rig import GEOMETRY, expect, keys_of, namespace_of, ranks
@@ -40,41 +42,63 @@ class Pages:
 class Session:
     """A store and its two engines, in this process."""
 
-    def __init__(self, root: Path, pages: Pages, *, durability: str = "process", bump: bool = False) -> None:
+    def __init__(
+        self, root: Path, pages: Pages, *, durability: str = "process", io: str = "auto", bump: bool = False
+    ) -> None:
         """Raises KvxferError, with nothing left open. bump: begins with another weight epoch."""
         self.pages, self._job = pages, 0
-        config = StoreConfig(root=root, capacity_bytes=CAPACITY, slab_bytes=SLAB, durability=durability)
-        how = EngineConfig(io_threads=1, shutdown_timeout_s=WAIT_S, breaker_failures=0)
-        self.store = Store.open(config, writers=2, housekeeping=False)
+        self.came: list[int] | None = None  # with the last load
+        config = StoreConfig(root=root, capacity_bytes=CAPACITY, slab_bytes=SLAB, durability=durability, io=io)
         self.engines: list[TransferEngine] = []
-        try:
-            if bump:
-                self.store.bump_epoch()
-            for mine in (pages.source, pages.target):
-                self.engines.append(TransferEngine(self.store, namespace_of(), mine, config=how))
-        except BaseException:
-            self.close()
-            raise
+        with self.own():
+            self.store = Store.open(config, writers=2, housekeeping=False)
+            try:
+                if bump:
+                    self.store.bump_epoch()
+                for mine in (pages.source, pages.target):
+                    self.engines.append(TransferEngine(self.store, namespace_of(), mine, config=self.how()))
+            except BaseException:
+                self.close()
+                raise
+
+    def how(self) -> EngineConfig:
+        """Of both engines."""
+        return EngineConfig(io_threads=1, shutdown_timeout_s=WAIT_S, breaker_failures=0)
+
+    def own(self) -> AbstractContextManager[None]:
+        """Around calls of this thread that may wait for the drive for as long as it takes."""
+        return nullcontext()
 
     def save(self, numbers: Sequence[int]) -> list[int]:
         """Those that were stored."""
-        engine = self.engines[0]
-        return self._stored(engine, numbers, lambda job: engine.submit_store(job, keys_of(numbers), [*numbers]))
+        self._job += 1
+        self.engines[0].submit_store(self._job, keys_of(numbers), [*numbers])
+        return _with_bits(numbers, self.result(self.engines[0], self._job))
 
-    def load(self, numbers: Sequence[int]) -> list[int]:
+    def load(self, numbers: Sequence[int], deadline: float | None = None) -> list[int]:
         """Those that came: every byte of them is right, and no other byte was written."""
-        engine = self.engines[1]
+        self._job += 1
         self.pages.poison()
-        came = self._stored(engine, numbers, lambda job: engine.submit_load(job, keys_of(numbers), [*numbers]))
-        expect(self.pages.model, "hnd", self.pages.target, came)
+        self.engines[1].submit_load(self._job, keys_of(numbers), [*numbers], deadline=deadline)
+        self.came = came = _with_bits(numbers, self.result(self.engines[1], self._job))
+        self.check_pages()
         return came
 
-    def _stored(self, engine: TransferEngine, numbers: Sequence[int], submit: Callable[[int], None]) -> list[int]:
-        self._job += 1
-        submit(self._job)
-        results = engine.wait([self._job], WAIT_S)
-        assert list(results) == [self._job], "a job without a result"
-        return [k for k, bit in zip(numbers, results[self._job].bitmap, strict=True) if bit]
+    def check_pages(self) -> None:
+        """The pages have what came with the last load, and nothing else."""
+        if self.came is not None:
+            expect(self.pages.model, "hnd", self.pages.target, self.came)
+
+    def keep(self, numbers: Sequence[int]) -> None:
+        """What was acknowledged can be loaded, if not at the first try then at the next."""
+        if self.load(numbers) != numbers:
+            assert self.load(numbers) == numbers
+
+    def result(self, engine: TransferEngine, job: int) -> TransferResult:
+        """Of a job."""
+        results = engine.wait([job], WAIT_S)
+        assert list(results) == [job], "a job without a result"
+        return results[job]
 
     def check_gauges(self) -> None:
         """Nothing is held once all jobs have their results."""
@@ -88,6 +112,10 @@ class Session:
         for engine in self.engines:
             assert engine.shutdown(WAIT_S) == 0, "threads in calls that never returned"
         assert self.store.close(WAIT_S), "a call on the root never returned"
+
+
+def _with_bits(numbers: Sequence[int], result: TransferResult) -> list[int]:
+    return [k for k, bit in zip(numbers, result.bitmap, strict=True) if bit]
 
 
 def descriptors() -> set[str]:
@@ -109,9 +137,11 @@ def threads() -> int:
 class Scene:
     """One play, over a root of its own."""
 
-    def __init__(self, root: Path, pages: Pages, told: Callable[[Sequence[int]], None], strict: bool = True) -> None:
+    def __init__(
+        self, root: Path, pages: Pages, told: Callable[[Sequence[int]], None], *, strict: bool = True, io: str = "auto"
+    ) -> None:
         """`told` hears of chunks when they are acknowledged; strict: no read tells what is not so."""
-        self.root, self.pages, self.told, self.strict = root, pages, told, strict
+        self.root, self.pages, self.told, self.strict, self.io = root, pages, told, strict, io
         self.refused: list[KvxferError] = []
 
     def play(self) -> None:
@@ -121,12 +151,16 @@ class Scene:
         self._session(self._again)
         assert len(self.refused) <= 1, self.refused  # one fault costs one call at most
 
+    def open(self, bump: bool) -> Session:
+        """Raises KvxferError, with nothing left open."""
+        return Session(self.root, self.pages, durability="power", io=self.io, bump=bump)
+
     def _session(self, work: Callable[[Session], None], bump: bool = False) -> None:
         try:
-            session = Session(self.root, self.pages, durability="power", bump=bump)
+            session = self.open(bump)
         except KvxferError as exc:
             self.refused.append(exc)
-            session = Session(self.root, self.pages, durability="power", bump=bump)  # the fault has passed
+            session = self.open(bump)  # the fault has passed
         try:
             work(session)
             session.check_gauges()
@@ -134,21 +168,22 @@ class Scene:
             session.close()
 
     def _keep(self, session: Session, numbers: Sequence[int]) -> None:
-        """Stores these. What is acknowledged can be loaded, if not at the first try then at the next."""
+        """Stores these."""
         stored = session.save(numbers)
         self.told(stored)
-        if self.strict and session.load(stored) != stored:
-            assert session.load(stored) == stored
+        if self.strict:
+            session.keep(stored)
 
     def _fill(self, session: Session) -> None:
         for first in range(0, CHUNKS, 10):
             self._keep(session, [*range(first, first + 10)])
             session.load([*range(first + 10)])
-        (entry,) = session.store.pin(session.engines[0].digest, keys_of([CHUNKS - 1]))
-        if entry is not None:
-            session.store.invalidate(entry, "bad_sum")
-        session.store.unpin([entry])
-        session.store.maintain()
+        with session.own():
+            (entry,) = session.store.pin(session.engines[0].digest, keys_of([CHUNKS - 1]))
+            if entry is not None:
+                session.store.invalidate(entry, "bad_sum")
+            session.store.unpin([entry])
+            session.store.maintain()
         self._keep(session, [0, 1])
 
     def _damage(self) -> None:

@@ -1,4 +1,6 @@
-"""Writers and readers on one root, killed, stopped and failing: every byte that a load brings is looked at."""
+"""Writers and readers on one root, killed, stopped and failing, and an operator's commands beside them: every byte that
+a load brings is looked at.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.soak.housekeeping import Housekeeping
 from tests.store import rig
 from tests.store.peer import CHUNKS, Dead, Peer, Refused
 from tests.store.sharing import agree
@@ -70,6 +73,7 @@ class Storm:
         self.counts: Counter[str] = Counter()
         self.losses: list[str] = []
         self.workers: list[Worker] = []
+        self.keeper = Housekeeping(root, random.Random(seed + 1), self.counts)
 
     def round(self, seconds: float) -> None:
         """Everybody at once for so long from their start on, and then what is left is looked at. Losses are noted."""
@@ -91,6 +95,7 @@ class Storm:
         except (Loss, Refused, Dead, AssertionError, TimeoutError) as exc:
             self.losses.append(f"durability {durability}: {type(exc).__name__}: {exc}"[:4000])
         finally:
+            self.keeper.stop()
             for worker in self.workers:
                 worker.peer.end()
             self.workers = []
@@ -109,12 +114,15 @@ class Storm:
                         continue
                     self.counts.update(done)
                 self._rest(worker)
+                if self.keeper.is_free:
+                    self.keeper.begin(worker.peer.call("digest"))
                 worker.begin(self.draw)
             except Dead:
                 if not worker.doomed:
                     raise
                 self._bury(worker)
         self._strike()
+        self.keeper.look()
 
     def _rest(self, worker: Worker) -> None:
         """Between two whiles: a fault for the next one, or none."""
@@ -166,6 +174,7 @@ class Storm:
 
     def _calm(self) -> None:
         """Everybody comes to rest; nothing is held, nothing was left behind, all agree."""
+        self.keeper.rest()
         for worker in list(self.workers):
             try:
                 while worker.busy and worker.look() is None:

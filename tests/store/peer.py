@@ -368,6 +368,10 @@ class Actor:
         self._engines = writer, TransferEngine(self.store, namespace_of(), target, config=how), target
         return writer.digest.hex()
 
+    def digest(self) -> str:
+        """Of the namespace that the engines are in by now."""
+        return str(self._engines[0].digest.hex())
+
     def reserve_pages(self, count: int) -> list[int]:
         """Slots of the engine's layout."""
         digest, layout = self._engines[0].digest, self._engines[0]._pages[0].mapping.slot
