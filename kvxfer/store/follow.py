@@ -45,6 +45,7 @@ class Follower:
 
     def __init__(self, index: Index, table: Table, room: SlabRoom, lock: RootLock) -> None:
         self.members: dict[int, MemberRow] = {}  # by seat
+        self._tools: set[int] = set()  # seats of those that write for no request
         self.me = MemberRow(lock.seat, table.leases.epoch, os.getpid())
         self._unopened: set[int] = set()  # slabs that are there, and that this process could not open
         self._index, self._table, self._room, self._lock = index, table, room, lock
@@ -117,6 +118,11 @@ class Follower:
         """Whether no other process has the root open, as far as is known."""
         return self.members.keys() <= {self.me.seat}
 
+    @property
+    def writers(self) -> int:
+        """Processes that have the root open and write for requests, as far as is known."""
+        return len(self.members.keys() - self._tools)
+
     def reap(self) -> None:
         """Takes back what processes that have ended had taken."""
         try:
@@ -160,8 +166,11 @@ class Follower:
                     self._room.forget(slab_id)
                     with self._table.lock:
                         self._table.uses.drop(slab_id)
-                case MemberRow():
-                    self.members[change.seat] = change
+                case MemberRow(seat=seat):
+                    self.members[seat] = change
+                    self._tools.discard(seat)
+                    if self._lock.is_tool(seat):
+                        self._tools.add(seat)
                 case MemberName(seat):
                     self.members.pop(seat, None)
         self._apply_entries(entries)

@@ -101,6 +101,7 @@ class Store:
         writers: int = 8,
         policy: Policies | None = None,
         housekeeping: bool = True,
+        tool: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> Store:
         """Opens a root, or makes one. What earlier processes left behind is cleaned up before this returns.
@@ -112,6 +113,7 @@ class Store:
             writers: threads that will write at once: the engine's `io_threads`. As many slabs are filled side by side.
             policy: makes the order of eviction for one slot layout; None: as `config.policy` says.
             housekeeping: a thread calls `maintain` every REFRESH_S; False: the caller does.
+            tool: this process writes for no request: it has no write budget, and leaves that of the others to them.
             clock: seconds, for the write budget alone; tests give one of their own.
 
         Raises:
@@ -124,16 +126,16 @@ class Store:
         """
         if type(writers) is not int or writers < 1:
             raise ConfigError(f"writers={writers!r} must be an integer of at least 1")
-        rate = write_rate(config)  # before anything is made
+        rate = None if tool else write_rate(config)  # before anything is made
         policies = policy or partial(make_policy, config.policy)
         refuse_twice(config.root)
         lock, mode = lock_root(config)
         try:
             with lock.held(config.open_timeout_s):
                 others = lock.others()
-                lock.sit()
+                lock.sit(tool=tool)
                 parts = assemble(config, lock, others, mode, writers, policies)
-                store = cls(config, parts, budget_of(config, rate, lambda: len(parts.follower.members), clock))
+                store = cls(config, parts, budget_of(config, rate, lambda: parts.follower.writers, clock))
         except BaseException:
             lock.drop()
             raise
@@ -156,7 +158,7 @@ class Store:
         info = read_root(Path(root))
         if info is None:
             raise ConfigError(f"{root} is no root: it has no kvxfer.json")
-        return cls.open(info.config(Path(root)), **options)
+        return cls.open(info.config(Path(root)), tool=True, **options)
 
     # ---- namespaces --------------------------------------------------------------------------------------
 

@@ -186,6 +186,10 @@ class Actor:
     def open(self, *, housekeeping: bool = False, writers: int = 2, **config: Any) -> None:
         self._store = Store.open(rig.config(self.root, **config), writers=writers, housekeeping=housekeeping)
 
+    def open_tool(self) -> None:
+        """As a command does that writes for no request."""
+        self._store = Store.open_existing(self.root, housekeeping=False)
+
     def register(self, n: int = 0, layout: str = "row") -> str:
         self.layouts[n] = LAYOUTS[layout]
         self.digests[n] = self.store.register(rig.namespace(extra={"n": n}), LAYOUTS[layout])
