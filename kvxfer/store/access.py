@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvxfer.store.entry import Entry
+    from kvxfer.store.uses import UseTimes
 
 GROUP_BYTES = 4  # at the end of a key: its KV-cache group (keys.py)
 
@@ -89,6 +90,10 @@ class Access:
         """The key that this one follows in the request, as far as it is known."""
         return self._before.get(key)
 
+    def has_used(self, key: bytes) -> bool:
+        """Whether there was a use of it."""
+        return key in self._used
+
     def use(self, key: bytes) -> bool:
         """Notes a use; False if there was one before."""
         if key in self._used:
@@ -110,3 +115,15 @@ def learn(entry: Entry, access: Access, table: dict[bytes, Entry]) -> None:
     names = [(entry.digest, key) for key in keys]
     if entry.slab.policy.chain(names, [table.get(key) for key in keys]):
         entry.after = keys[-2]
+
+
+def use_before(entry: Entry, table: dict[bytes, Entry], times: UseTimes) -> None:
+    """Whoever uses a chunk needs what it follows, also where the device or the host has that and nobody asked for it:
+    so no time of use is later than one before it in the chain.
+
+    Args:
+        table: the entries of its namespace.
+    """
+    at = times.at(entry.slab.slab_id, entry.slot)
+    while (before := table.get(entry.after)) is not None and times.note_at(before.slab.slab_id, before.slot, at):
+        entry = before

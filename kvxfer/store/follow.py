@@ -6,7 +6,7 @@ All of it happens with the root's lock, so that whoever holds that decides on wh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import lmdb
 
@@ -35,9 +35,10 @@ from kvxfer.store.records import (
 )
 from kvxfer.store.room import SlabRoom
 from kvxfer.store.table import Table
+from kvxfer.store.uses import recency
 
-# A row may name one of an earlier kind; where an entry and a lease name one slot, the chunk was committed.
-_KINDS = (SlabRow, MemberRow, LeaseRow, IndexRecord)
+# A row may name one of an earlier kind, and entries come last: where one and a lease name one slot, it was committed.
+_KINDS = (SlabRow, MemberRow, LeaseRow)
 
 
 class Follower:
@@ -81,7 +82,7 @@ class Follower:
 
     def reload(self, rows: list[Row]) -> None:
         """Makes everything as these rows, which are all there are, say."""
-        rows.sort(key=self._order)
+        rows.sort(key=self._order(rows))
         kept = {(type(name), name) for name in map(_name, rows)}  # a named tuple is equal to one of another kind
         # A number may have been given again meanwhile, to another file.
         self._apply([SlabName(slab.slab_id) for slab in self._table.slabs() if not slab.is_named()])
@@ -95,12 +96,11 @@ class Follower:
         self._apply(rows)
         self._sign()
 
-    def _order(self, row: Row) -> tuple[int, int, int]:
-        """Kinds after each other; entries as they were stored, as far as that is known."""
-        kind = _KINDS.index(type(row)) if type(row) in _KINDS else -1
-        if not isinstance(row, IndexRecord):
-            return kind, 0, 0
-        return kind, self._index.epoch_order(row.generation >> 32), row.generation & 0xFFFFFFFF
+    def _order(self, rows: list[Row]) -> Callable[[Row], tuple[int, ...]]:
+        """Kinds after each other; entries as they were used, as far as that is known."""
+        kinds = {kind: number for number, kind in enumerate(_KINDS)}
+        key = recency((row for row in rows if isinstance(row, UsedRow)), self._index.epoch_order)
+        return lambda row: (len(kinds), key(row)) if isinstance(row, IndexRecord) else (kinds.get(type(row), -1),)
 
     def begin(self) -> None:
         """The first process: writes down itself and its slabs, and forgets what earlier ones were doing."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.policy import CachePolicy
 from kvxfer.slot import SlotLayout
-from kvxfer.store.access import Access, learn
+from kvxfer.store.access import Access, learn, use_before
 from kvxfer.store.entry import Entry, Reservation, SlotState, pack_chunk
 from kvxfer.store.generations import Generations
 from kvxfer.store.leases import Leases
@@ -127,12 +127,16 @@ class Table:
 
     def _use(self, entry: Entry, access: Access, table: dict[bytes, Entry]) -> None:
         """Counts an access's first use of an entry, and learns what it follows."""
+        news = False
         if access.use(entry.key):
             self._tick_on(entry)
-            self.uses.note(entry.slab.slab_id, entry.slot)
+            news = self.uses.note(entry.slab.slab_id, entry.slot) or not access.has_used(entry.after)
             entry.slab.policy.touch(entry)
         if access.before(entry.key) not in (None, entry.after):
             learn(entry, access, table)
+            news = True
+        if news and entry.after:
+            use_before(entry, table, self.uses)
 
     def _tick_on(self, entry: Entry) -> None:
         self._tick += 1
