@@ -68,7 +68,7 @@ class CachePolicy(ABC, Generic[T]):
         return True
 
     def followers(self, item: T) -> list[T]:
-        """The known entries that are known to follow this one, over gaps too; not those that follow them. Pre: known."""
+        """The known entries that follow this one next, as far as chains were told, over gaps too. Pre: known."""
         return []
 
     @property

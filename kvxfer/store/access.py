@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvxfer.store.entry import Entry
+    from kvxfer.store.entry import Entry, Lease, Reservation
+    from kvxfer.store.shares import Shares
     from kvxfer.store.uses import UseTimes
 
 GROUP_BYTES = 4  # at the end of a key: its KV-cache group (keys.py)
@@ -28,7 +29,7 @@ class Access:
             which it does not know it (None) follow nothing.
     """
 
-    __slots__ = ("_before", "_last", "_parts", "_position", "_used", "cut")
+    __slots__ = ("_before", "_last", "_leases", "_parts", "_position", "_used", "cut", "is_short")
 
     def __init__(self, position: Callable[[bytes], int | None] | None = None) -> None:
         self._position = position
@@ -36,6 +37,8 @@ class Access:
         self._last: dict[bytes, bytes] = {}  # by group: the one that is followed by none yet
         self._used: set[bytes] = set()
         self._parts: dict[int, Access] = {}
+        self._leases: set[Lease] = set()
+        self.is_short = False  # a store gave it fewer slots than it asked for: what is stored next is behind a gap
         self.cut: int | None = None  # why some of its chunks were left out, so that later ones would be behind a gap
 
     def part(self, number: int) -> Access:
@@ -90,6 +93,15 @@ class Access:
         """The key that this one follows in the request, as far as it is known."""
         return self._before.get(key)
 
+    def took(self, reservations: Iterable[Reservation]) -> None:
+        """Slots were reserved for it."""
+        self._leases = {lease for lease in self._leases if lease.slots} | {one.lease for one in reservations}
+
+    @property
+    def pending(self) -> int:
+        """Slots that were reserved for it and not committed or released."""
+        return sum(len(lease.slots) for lease in self._leases)
+
     def has_used(self, key: bytes) -> bool:
         """Whether there was a use of it."""
         return key in self._used
@@ -102,18 +114,19 @@ class Access:
         return True
 
 
-def learn(entry: Entry, access: Access, table: dict[bytes, Entry]) -> None:
-    """Tells an entry's policy what it follows in a request: the chunk before it, and over gaps one that is there.
+def learn(entry: Entry, access: Access, table: dict[bytes, Entry], shares: Shares) -> None:
+    """Tells an entry's policies what it follows in a request: the chunk before it, and over gaps one that is there.
 
     Args:
         table: the entries of its namespace.
+        shares: before its policies.
     """
     keys = [entry.key]
     while (before := access.before(keys[-1])) is not None and (len(keys) == 1 or keys[-1] not in table):
         keys.append(before)
     keys.reverse()
     names = [(entry.digest, key) for key in keys]
-    if entry.slab.policy.chain(names, [table.get(key) for key in keys]):
+    if shares.chain(entry, names, [table.get(key) for key in keys]):
         entry.after = keys[-2]
 
 

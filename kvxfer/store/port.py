@@ -22,6 +22,7 @@ from kvxfer.io.system import (
 from kvxfer.keys import Namespace
 from kvxfer.slot import SlotLayout
 from kvxfer.staging import AlignedBuffer
+from kvxfer.store.access import Access
 from kvxfer.store.entry import Entry, Reservation
 from kvxfer.store.image import Image, examine, lay_out, write_trailers
 from kvxfer.store.records import IndexRecord
@@ -93,7 +94,7 @@ def export_namespace(root: Path, heading_of: NamespaceView, target: Path, progre
         layouts = {entry.slab.layout for entry in entries}
         if len(layouts) != 1:
             raise ConfigError(f"namespace {digest.hex()} has {len(entries)} chunks in slots of {len(layouts)} layouts")
-        entries.sort(key=lambda entry: (entry.slab.slab_id, entry.slot))
+        entries.sort(key=lambda entry: entry.tick)  # as they were used: whoever adopts them stores them in that order
         heading = Heading(Namespace.from_json(fields), epoch, layouts.pop())
         with _new_file(target) as (fd, temporary):
             return _write_out(store, heading, entries, fd, temporary, progress)
@@ -197,10 +198,9 @@ def _take_in(
     with ExitStack() as undo:
         undo.callback(lambda: store.release([slot for _, slot, _ in written]))
         for number, buffer in enumerate(source.images()):
-            image = examine(buffer, theirs.layout)
-            if isinstance(image, str) or image.record.digest != theirs.digest:
-                why = image if isinstance(image, str) else "foreign"
-                done.reasons[why] = done.reasons.get(why, 0) + 1
+            image = _believed(buffer, theirs)
+            if isinstance(image, str):
+                done.reasons[image] = done.reasons.get(image, 0) + 1
                 done.failed += 1
             elif store.contains(digest, image.record.key, image.record.mask):
                 done.present += 1
@@ -220,8 +220,18 @@ def _take_in(
     return done
 
 
+def _believed(buffer: AlignedBuffer, theirs: Heading) -> Image | str:
+    """The chunk of an exported slot, or why it is none."""
+    image = examine(buffer, theirs.layout)
+    if isinstance(image, str):
+        return image
+    if image.record.digest != theirs.digest:
+        return "foreign"
+    return image if image.record.mask < 1 << theirs.layout.blocks_per_chunk else "bad_mask"
+
+
 def _commit(store: Store, digest: bytes, written: list[tuple[bytes, Reservation, int]], done: Imported) -> None:
-    outcome = store.commit(digest, written)
+    outcome = store.commit(digest, written, Access(lambda key: None))  # a file says nothing of what follows what
     written.clear()
     done.chunks += sum(outcome)
     done.no_room += len(outcome) - sum(outcome)

@@ -53,7 +53,6 @@ from kvxfer.store.records import gone
 from kvxfer.store.root import raise_weight_epoch, read_root
 from kvxfer.store.root_watch import RootWatch
 from kvxfer.store.scrub import keep_scrubbing
-from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import Counts, StoreStats, gather
 from kvxfer.store.table import Policies
 
@@ -278,22 +277,26 @@ class Store:
 
     # ---- storing -----------------------------------------------------------------------------------------
 
-    def reserve(self, digest: bytes, slot: SlotLayout, n: int) -> list[Reservation]:
+    def reserve(self, digest: bytes, slot: SlotLayout, n: int, access: Access | None = None) -> list[Reservation]:
         """Up to n slots for the caller to write; fewer where the capacity, or the disk, does not give more.
 
         Entries are evicted, and forgotten by the index, before their slots are handed out. Pinned entries and reserved
-        slots are never touched; what other processes have pinned may be.
+        slots are never touched; what other processes have pinned may be. Nor is what the request whose `access` it is
+        has used or stored: its later chunks are left out. One that got fewer than it asked for gets none any more,
+        since they would be behind a gap.
         """
         taken: list[Reservation] = []
+        access = Access() if access is None else access
         try:
             with self._changing():
                 if n < 1:
                     return []
-                if self._table.layouts.get(digest) == slot:
-                    taken = self._allocator.take(slot, n, digest)
+                if self._table.layouts.get(digest) == slot and not access.is_short:
+                    taken = self._allocator.take(slot, n, digest, access)
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
         self.counts.refused_reservations += n - len(taken)
+        access.is_short |= len(taken) < n
         return taken
 
     def has_room(self, slot: SlotLayout) -> bool:
@@ -323,7 +326,7 @@ class Store:
         outcome: list[bool] = []
         access = Access().place([key for key, _, _ in items]) if access is None else access
         if self.config.durability == "power":
-            self._flush({slot.slab for _, slot, _ in items if slot.state is SlotState.RESERVED})
+            self._publisher.flush({slot.slab for _, slot, _ in items if slot.state is SlotState.RESERVED})
         try:
             with self._changing():
                 for start in range(0, len(items), TRANSACTION):
@@ -337,16 +340,6 @@ class Store:
             self.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
             raise
         return outcome
-
-    def _flush(self, slabs: Iterable[SlabFile]) -> None:
-        """Waits for the device, before any lock is taken; what did not get there is not committed."""
-        for slab in slabs:
-            try:
-                slab.flush()
-            except IOFault as exc:
-                self.counts.failed_flushes += 1
-                reporter.warn("flush", f"{slab.name} cannot be flushed; what was written is dropped: {exc}", error=exc)
-                self._table.doubt(slab)
 
     def release(self, reservations: Iterable[Reservation]) -> None:
         """Gives slots back unwritten, or those in quarantine whose write has returned."""
