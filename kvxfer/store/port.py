@@ -198,9 +198,10 @@ def _take_in(
     with ExitStack() as undo:
         undo.callback(lambda: store.release([slot for _, slot, _ in written]))
         for number, buffer in enumerate(source.images()):
-            image = _believed(buffer, theirs)
-            if isinstance(image, str):
-                done.reasons[image] = done.reasons.get(image, 0) + 1
+            image = examine(buffer, theirs.layout)
+            if isinstance(image, str) or image.record.digest != theirs.digest:
+                why = image if isinstance(image, str) else "foreign"
+                done.reasons[why] = done.reasons.get(why, 0) + 1
                 done.failed += 1
             elif store.contains(digest, image.record.key, image.record.mask):
                 done.present += 1
@@ -218,16 +219,6 @@ def _take_in(
                 progress(number + 1, source.slots)
         _commit(store, digest, written, done)
     return done
-
-
-def _believed(buffer: AlignedBuffer, theirs: Heading) -> Image | str:
-    """The chunk of an exported slot, or why it is none."""
-    image = examine(buffer, theirs.layout)
-    if isinstance(image, str):
-        return image
-    if image.record.digest != theirs.digest:
-        return "foreign"
-    return image if image.record.mask < 1 << theirs.layout.blocks_per_chunk else "bad_mask"
 
 
 def _commit(store: Store, digest: bytes, written: list[tuple[bytes, Reservation, int]], done: Imported) -> None:
