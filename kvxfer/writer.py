@@ -170,7 +170,7 @@ class StoreWriter:
         todo, held_back = todo[: permit.chunks], todo[permit.chunks :]
         try:
             if todo and not job.cancelled:
-                slots = self._store.reserve(self.digest, self._slot, len(todo))
+                slots = self._store.reserve(self.digest, self._slot, len(todo), job.access)
             if job.cancelled:  # before, or while a slab was made
                 self._store.release(slots)
                 slots, status = [], Status.CANCELLED

@@ -121,6 +121,10 @@ class WatchedPolicy(CachePolicy[Entry]):
         """As the policy."""
         return self._policy.chain(names, items)
 
+    def followers(self, item: Entry) -> list[Entry]:
+        """As the policy."""
+        return self._policy.followers(item)
+
     @property
     def unreachable(self) -> int:
         """As the policy."""

@@ -67,6 +67,10 @@ class CachePolicy(ABC, Generic[T]):
         """
         return True
 
+    def followers(self, item: T) -> list[T]:
+        """The known entries that follow this one next, as far as chains were told, over gaps too. Pre: known."""
+        return []
+
     @property
     def unreachable(self) -> int:
         """Known entries before which something is missing, as far as chains were told: no lookup finds them."""

@@ -130,6 +130,17 @@ class Chains(Generic[T]):
 
     # ---- entries come and go -------------------------------------------------------------------------------
 
+    def followers(self, name: Hashable) -> list[T]:
+        """The known ones that follow it, each directly or behind missing ones."""
+        found, below = [], [node] if (node := self.nodes.get(name)) is not None else []
+        while below:
+            for child in below.pop().children():
+                if child.item is None:
+                    below.append(child)
+                else:
+                    found.append(child.item)
+        return found
+
     def enter(self, name: Hashable, item: T) -> bool:
         """An entry is known from now on; whether others follow it."""
         if not self.missing or (node := self.nodes.get(name)) is None:

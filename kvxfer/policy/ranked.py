@@ -168,6 +168,10 @@ class RankedPolicy(CachePolicy[T]):
             self._put_back(0)
         return self._chains.learn(names, items)
 
+    def followers(self, item: T) -> list[T]:
+        """By the chains."""
+        return self._chains.followers(self._name_of(item))
+
     @property
     def unreachable(self) -> int:
         """Known entries before which something is missing."""

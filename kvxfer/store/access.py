@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from kvxfer.store.gaps import GROUP_BYTES, Gaps
 
 if TYPE_CHECKING:
-    from kvxfer.store.entry import Entry
+    from kvxfer.store.entry import Entry, Lease, Reservation
+    from kvxfer.store.shares import Shares
+    from kvxfer.store.uses import UseTimes
 
 
 class Access:
@@ -30,7 +32,7 @@ class Access:
         whole: of which this is a part.
     """
 
-    __slots__ = ("_before", "_last", "_parts", "_places", "_position", "_used", "gaps")
+    __slots__ = ("_before", "_last", "_leases", "_parts", "_places", "_position", "_used", "gaps")
 
     def __init__(self, position: Callable[[bytes], int | None] | None = None, *, whole: Access | None = None) -> None:
         self._position = position
@@ -39,6 +41,7 @@ class Access:
         self._last: dict[bytes, bytes] = {}  # by group: the one that is followed by none yet
         self._used: set[bytes] = set()
         self._parts: dict[int, Access] = {}
+        self._leases: set[Lease] = set()
         places = None if position is None else self._places
         self.gaps: Gaps = Gaps(self._before, places) if whole is None else whole.gaps
 
@@ -116,6 +119,19 @@ class Access:
         """The key that this one follows in the request, as far as it is known."""
         return self._before.get(key)
 
+    def took(self, reservations: Iterable[Reservation]) -> None:
+        """Slots were reserved for it."""
+        self._leases = {lease for lease in self._leases if lease.slots} | {one.lease for one in reservations}
+
+    @property
+    def pending(self) -> int:
+        """Slots that were reserved for it and not committed or released."""
+        return sum(len(lease.slots) for lease in self._leases)
+
+    def has_used(self, key: bytes) -> bool:
+        """Whether there was a use of it."""
+        return key in self._used
+
     def use(self, key: bytes) -> bool:
         """Notes a use; False if there was one before."""
         if key in self._used:
@@ -124,16 +140,29 @@ class Access:
         return True
 
 
-def learn(entry: Entry, access: Access, table: dict[bytes, Entry]) -> None:
-    """Tells an entry's policy what it follows in a request: the chunk before it, and over gaps one that is there.
+def learn(entry: Entry, access: Access, table: dict[bytes, Entry], shares: Shares) -> None:
+    """Tells an entry's policies what it follows in a request: the chunk before it, and over gaps one that is there.
 
     Args:
         table: the entries of its namespace.
+        shares: before its policies.
     """
     keys = [entry.key]
     while (before := access.before(keys[-1])) is not None and (len(keys) == 1 or keys[-1] not in table):
         keys.append(before)
     keys.reverse()
     names = [(entry.digest, key) for key in keys]
-    if entry.slab.policy.chain(names, [table.get(key) for key in keys]):
+    if shares.chain(entry, names, [table.get(key) for key in keys]):
         entry.after = keys[-2]
+
+
+def use_before(entry: Entry, table: dict[bytes, Entry], times: UseTimes) -> None:
+    """Whoever uses a chunk needs what it follows, also where the device or the host has that and nobody asked for it:
+    so no time of use is later than one before it in the chain.
+
+    Args:
+        table: the entries of its namespace.
+    """
+    at = times.at(entry.slab.slab_id, entry.slot)
+    while (before := table.get(entry.after)) is not None and times.note_at(before.slab.slab_id, before.slot, at):
+        entry = before

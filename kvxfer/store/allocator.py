@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.slot import SlotLayout
+from kvxfer.store.access import Access
 from kvxfer.store.entry import Entry, Reservation
 from kvxfer.store.index import TRANSACTION, Index
 from kvxfer.store.ledger import Ledger
@@ -16,14 +17,14 @@ class Allocator:
 
     def __init__(self, table: Table, room: SlabRoom, index: Index, ledger: Ledger) -> None:
         self._table, self._room, self._index, self._ledger = table, room, index, ledger
-        self._owner = b""  # the namespace for which room is being made
+        self._owner, self._access = b"", Access()  # for which namespace, and request, room is being made
 
-    def take(self, slot: SlotLayout, n: int, digest: bytes = b"") -> list[Reservation]:
+    def take(self, slot: SlotLayout, n: int, digest: bytes, access: Access) -> list[Reservation]:
         """Up to n slots for a namespace, of which other processes know that they are taken."""
         if self._table.has_doomed:
             self._ledger.settle()  # their slots are free then
-        self._owner = digest
-        n = self.fit(digest, slot, n)
+        self._owner, self._access = digest, access
+        n = self.fit(digest, slot, n, access, access.pending)
         n = min(n, self._index_room(slot, n))
         taken: list[Reservation] = []
         try:
@@ -31,19 +32,25 @@ class Allocator:
         except BaseException:  # whatever it is, nobody else knows of these slots
             self._table.release(taken)
             raise
+        access.took(taken)
         return taken
 
-    def fit(self, digest: bytes, slot: SlotLayout, n: int) -> int:
-        """How many more chunks a namespace's quota allows, once its own oldest ones made way for n."""
+    def fit(self, digest: bytes, slot: SlotLayout, n: int, access: Access, pending: int = 0) -> int:
+        """How many more chunks a namespace's quota allows, once its own oldest ones made way for n.
+
+        Args:
+            access: of the request that stores them: what it has used or stored stays.
+            pending: chunks that it is storing already, besides.
+        """
         with self._table.lock:
-            victims = self._table.shares.over(digest, slot.slot_bytes, n)
+            victims = self._table.shares.over(digest, slot.slot_bytes, n + pending, access)
         for start in range(0, len(victims), TRANSACTION):
             if not self._forget(victims[start : start + TRANSACTION], "quota"):
                 self._table.reinstate(victims[start + TRANSACTION :])
                 break
         with self._table.lock:
             left = self._table.shares.left(digest, slot.slot_bytes)
-        return n if left is None else min(n, left)
+        return n if left is None else max(0, min(n, left - pending))
 
     def _fill(self, slot: SlotLayout, n: int, taken: list[Reservation]) -> None:
         made, reclaim = self._room.widen(slot, n), True
@@ -93,7 +100,7 @@ class Allocator:
         return table.entries + table.reserved + table.leases.foreign_slots
 
     def _evict(self, slot: SlotLayout, n: int, reason: str) -> bool:
-        victims = self._table.victims(slot, n, self._owner)
+        victims = self._table.victims(slot, n, self._owner, self._access)
         return bool(victims) and self._forget(victims, reason)
 
     def _forget(self, victims: list[Entry], reason: str) -> bool:

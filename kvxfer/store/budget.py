@@ -45,7 +45,7 @@ def budget_of(
 
     Args:
         rate: what `write_rate` says.
-        sharers: processes that have the root open.
+        sharers: processes that have the root open and write for requests.
     """
     if rate is None:
         return None

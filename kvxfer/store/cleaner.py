@@ -173,16 +173,33 @@ class Cleaner:
         return True
 
     def _expired(self, ttl_s: float) -> list[Entry]:
-        """At most STEP entries that were certainly not used for `ttl_s`."""
-        found: list[Entry] = []
+        """At most STEP entries that were certainly not used for `ttl_s`, and that nothing follows which was."""
+        found: dict[Entry, None] = {}
+        kept: set[Entry] = set()
         cutoff = uses.now() - ttl_s - uses.GRAIN_S
         for slab in self._table.slabs():
-            with self._table.lock:  # for one slab at a time: pins wait for it
-                old = [slab.entries.get(slot) for slot in self._table.uses.before(slab.slab_id, cutoff)]
-                found += [entry for entry in old if entry is not None and not entry.dead and not entry.pins]
             if len(found) >= STEP:
-                return found[:STEP]
-        return found
+                break
+            with self._table.lock:  # for one slab at a time: pins wait for it
+                for slot in self._table.uses.before(slab.slab_id, cutoff):
+                    entry = slab.entries.get(slot)
+                    if entry is not None and not entry.dead and not entry.pins and entry not in found:
+                        self._add(entry, cutoff, found, kept)
+        return list(found)
+
+    def _add(self, first: Entry, cutoff: float, found: dict[Entry, None], kept: set[Entry]) -> None:
+        """Finds an old entry, after all that follow it: unless one of those stays, or STEP are found before."""
+        path = [(first, iter(first.slab.policy.followers(first)))]
+        while path and len(found) < STEP and path[-1][0] not in kept:
+            entry, behind = path[-1]
+            follower = next((one for one in behind if one not in found), None)
+            if follower is None:
+                found[entry] = None
+                path.pop()
+            elif follower in kept or follower.pins or self._used(follower) >= cutoff:
+                kept.update(entry for entry, _ in path)
+            else:
+                path.append((follower, iter(follower.slab.policy.followers(follower))))
 
 
 def all_of(digests: Collection[bytes], unused_since: float | None) -> Chosen:

@@ -6,7 +6,7 @@ All of it happens with the root's lock, so that whoever holds that decides on wh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import lmdb
 
@@ -35,9 +35,10 @@ from kvxfer.store.records import (
 )
 from kvxfer.store.room import SlabRoom
 from kvxfer.store.table import Table
+from kvxfer.store.uses import recency
 
-# A row may name one of an earlier kind; where an entry and a lease name one slot, the chunk was committed.
-_KINDS = (SlabRow, MemberRow, LeaseRow, IndexRecord)
+# A row may name one of an earlier kind, and entries come last: where one and a lease name one slot, it was committed.
+_KINDS = (SlabRow, MemberRow, LeaseRow)
 
 
 class Follower:
@@ -45,6 +46,7 @@ class Follower:
 
     def __init__(self, index: Index, table: Table, room: SlabRoom, lock: RootLock) -> None:
         self.members: dict[int, MemberRow] = {}  # by seat
+        self._tools: set[int] = set()  # seats of those that write for no request
         self.me = MemberRow(lock.seat, table.leases.epoch, os.getpid())
         self._unopened: set[int] = set()  # slabs that are there, and that this process could not open
         self._index, self._table, self._room, self._lock = index, table, room, lock
@@ -80,7 +82,7 @@ class Follower:
 
     def reload(self, rows: list[Row]) -> None:
         """Makes everything as these rows, which are all there are, say."""
-        rows.sort(key=self._order)
+        rows.sort(key=self._order(rows))
         kept = {(type(name), name) for name in map(_name, rows)}  # a named tuple is equal to one of another kind
         # A number may have been given again meanwhile, to another file.
         self._apply([SlabName(slab.slab_id) for slab in self._table.slabs() if not slab.is_named()])
@@ -94,12 +96,11 @@ class Follower:
         self._apply(rows)
         self._sign()
 
-    def _order(self, row: Row) -> tuple[int, int, int]:
-        """Kinds after each other; entries as they were stored, as far as that is known."""
-        kind = _KINDS.index(type(row)) if type(row) in _KINDS else -1
-        if not isinstance(row, IndexRecord):
-            return kind, 0, 0
-        return kind, self._index.epoch_order(row.generation >> 32), row.generation & 0xFFFFFFFF
+    def _order(self, rows: list[Row]) -> Callable[[Row], tuple[int, ...]]:
+        """Kinds after each other; entries as they were used, as far as that is known."""
+        kinds = {kind: number for number, kind in enumerate(_KINDS)}
+        key = recency((row for row in rows if isinstance(row, UsedRow)), self._index.epoch_order)
+        return lambda row: (len(kinds), key(row)) if isinstance(row, IndexRecord) else (kinds.get(type(row), -1),)
 
     def begin(self) -> None:
         """The first process: writes down itself and its slabs, and forgets what earlier ones were doing."""
@@ -116,6 +117,11 @@ class Follower:
     def is_alone(self) -> bool:
         """Whether no other process has the root open, as far as is known."""
         return self.members.keys() <= {self.me.seat}
+
+    @property
+    def writers(self) -> int:
+        """Processes that have the root open and write for requests, as far as is known."""
+        return len(self.members.keys() - self._tools)
 
     def reap(self) -> None:
         """Takes back what processes that have ended had taken."""
@@ -160,8 +166,11 @@ class Follower:
                     self._room.forget(slab_id)
                     with self._table.lock:
                         self._table.uses.drop(slab_id)
-                case MemberRow():
-                    self.members[change.seat] = change
+                case MemberRow(seat=seat):
+                    self.members[seat] = change
+                    self._tools.discard(seat)
+                    if self._lock.is_tool(seat):
+                        self._tools.add(seat)
                 case MemberName(seat):
                     self.members.pop(seat, None)
         self._apply_entries(entries)

@@ -4,6 +4,9 @@ Byte 0 is the root's lock: whoever reads or changes the index, makes or removes 
 it, for some microseconds as a rule. Every process that has the root open holds another byte, its seat, for as long.
 The kernel gives all of them back when the process ends, however it ends; so nobody's jobs are behind a seat that is
 free, and nothing is ever taken from a process that is merely slow.
+
+A tool, which writes for no request, also holds the byte MAX_MEMBERS behind its seat: those that write for requests do
+not share their budget of writes with it. A kvxfer that does not know of these bytes counts it in, and writes less.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class RootLock:
     def __init__(self, fd: int, path: Path) -> None:
         """For `open` only."""
         self.seat = 0
+        self._is_tool = False
         self._depth = 0
         self._fd = fd
         self._path = path
@@ -123,8 +127,11 @@ class RootLock:
             sys_unlock(self._fd, _ROOT, self._path)
             raise RootBusy(f"{self._path} was taken away, or is another file by now: open the root anew")
 
-    def sit(self) -> int:
+    def sit(self, *, tool: bool = False) -> int:
         """Takes a seat; its number. With the root's lock.
+
+        Args:
+            tool: this process writes for no request.
 
         Raises:
             StoreError: MAX_MEMBERS processes have the root open.
@@ -133,6 +140,7 @@ class RootLock:
         for seat in range(1, MAX_MEMBERS + 1):
             if sys_lock(self._fd, seat, self._path):
                 self.seat = seat
+                self._is_tool = tool and sys_lock(self._fd, MAX_MEMBERS + seat, self._path)
                 try:
                     write_all(self._fd, b"%-15d\n" % os.getpid(), seat * _SIGN_BYTES, self._path)
                 except IOFault as exc:
@@ -155,6 +163,15 @@ class RootLock:
             IOFault: the call failed.
         """
         return sys_locked(self._fd, seat, self._path)
+
+    def is_tool(self, seat: int) -> bool:
+        """Whether the process in a seat has said that it writes for no request; False where that cannot be seen."""
+        if seat == self.seat:
+            return self._is_tool
+        try:
+            return self.is_taken(MAX_MEMBERS + seat)
+        except IOFault:
+            return False
 
     def pid(self, seat: int) -> int:
         """Who has signed for a seat; 0 where nobody has."""
@@ -181,7 +198,9 @@ class RootLock:
     def drop(self) -> None:
         """Gives everything back, also where a child that was forked behind Python's back has the file open."""
         if self._fd >= 0 and self.seat:
-            with suppress(IOFault):
+            with suppress(IOFault):  # the seat last: whoever takes it next may be no tool
+                if self._is_tool:
+                    sys_unlock(self._fd, MAX_MEMBERS + self.seat, self._path)
                 sys_unlock(self._fd, self.seat, self._path)
         self.close()
 

@@ -35,6 +35,7 @@ from kvxfer.store.root import (
     write_root,
 )
 from kvxfer.store.slab import FoundSlab, SlabFile, SlabHeader, restore_size, scan_directory, whole_slots
+from kvxfer.store.uses import recency
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class Opened:
     other_bytes: int = 0  # not the store's, or its own that could not be opened or removed
     other_files: int = 0
     slabs: list[SlabFile] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)  # the least recent first
+    entries: list[Entry] = field(default_factory=list)  # the least recently used first
     epochs: dict[int, int] = field(default_factory=dict)  # used ones, in the order of their use where that is known
     uses: list[UsedRow] = field(default_factory=list)
     next_slab_id: int = 1
@@ -189,7 +190,7 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
             reporter.warn("rebuild", f"index rebuilt from {len(opened.slabs)} slabs: {index.lost}")
     known = {slab.slab_id for slab in opened.found} | {record.slab_id for record in records}
     opened.next_slab_id = 1 + max(known, default=0)
-    records.sort(key=lambda record: (opened.epochs.get(record.generation >> 32, 0), record.generation & 0xFFFFFFFF))
+    records.sort(key=recency(opened.uses, lambda epoch: opened.epochs.get(epoch, 0)))
     opened.shrunk += _trim_slabs(opened, config, records)
     whole = {slab.slab_id: _restore(opened, slab, *headers[slab.slab_id]) for slab in opened.slabs}
     dropped = _believe(opened, index, records, whole)
@@ -337,7 +338,7 @@ def _open_slabs(opened: Opened) -> dict[int, tuple[FoundSlab, SlabHeader]]:
 
 
 def _trim_slabs(opened: Opened, config: StoreConfig, records: list[IndexRecord]) -> int:
-    """Removes the slabs that the cap has no room for, the least recently written first; the entries that went."""
+    """Removes the slabs that the cap has no room for, the least recently used first; the entries that went."""
     latest = {record.slab_id: rank for rank, record in enumerate(records, 1)}
     left_bytes, left_files = config.slab_budget
     left_bytes, left_files = left_bytes - opened.other_bytes, left_files - opened.other_files

@@ -22,6 +22,7 @@ from kvxfer.io.system import (
 from kvxfer.keys import Namespace
 from kvxfer.slot import SlotLayout
 from kvxfer.staging import AlignedBuffer
+from kvxfer.store.access import Access
 from kvxfer.store.entry import Entry, Reservation
 from kvxfer.store.image import Image, examine, lay_out, write_trailers
 from kvxfer.store.records import IndexRecord
@@ -93,7 +94,7 @@ def export_namespace(root: Path, heading_of: NamespaceView, target: Path, progre
         layouts = {entry.slab.layout for entry in entries}
         if len(layouts) != 1:
             raise ConfigError(f"namespace {digest.hex()} has {len(entries)} chunks in slots of {len(layouts)} layouts")
-        entries.sort(key=lambda entry: (entry.slab.slab_id, entry.slot))
+        entries.sort(key=lambda entry: entry.tick)  # as they were used: whoever adopts them stores them in that order
         heading = Heading(Namespace.from_json(fields), epoch, layouts.pop())
         with _new_file(target) as (fd, temporary):
             return _write_out(store, heading, entries, fd, temporary, progress)
@@ -221,7 +222,7 @@ def _take_in(
 
 
 def _commit(store: Store, digest: bytes, written: list[tuple[bytes, Reservation, int]], done: Imported) -> None:
-    outcome = store.commit(digest, written)
+    outcome = store.commit(digest, written, Access(lambda key: None))  # a file says nothing of what follows what
     written.clear()
     done.chunks += sum(outcome)
     done.no_room += len(outcome) - sum(outcome)

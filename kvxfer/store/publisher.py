@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from kvxfer.errors import IOFault
+from kvxfer.report import reporter
 from kvxfer.slot import MAX_KEY_BYTES, SlotLayout
 from kvxfer.store.access import Access
 from kvxfer.store.allocator import Allocator
 from kvxfer.store.entry import Entry, Reservation, SlotState
 from kvxfer.store.ledger import Ledger
 from kvxfer.store.records import IndexRecord, Put
+from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import Counts
 from kvxfer.store.table import Table
 
@@ -20,10 +23,20 @@ class Publisher:
     def __init__(self, table: Table, ledger: Ledger, allocator: Allocator, counts: Counts) -> None:
         self._table, self._ledger, self._allocator, self._counts = table, ledger, allocator, counts
 
+    def flush(self, slabs: Iterable[SlabFile]) -> None:
+        """Waits for the device, before any lock is taken; what did not get there is not committed."""
+        for slab in slabs:
+            try:
+                slab.flush()
+            except IOFault as exc:
+                self._counts.failed_flushes += 1
+                reporter.warn("flush", f"{slab.name} cannot be flushed; what was written is dropped: {exc}", error=exc)
+                self._table.doubt(slab)
+
     def publish(self, digest: bytes, items: Sequence[tuple[bytes, Reservation, int]], access: Access) -> list[bool]:
         """One transaction for at most TRANSACTION chunks; which of them can be looked up now. With the root's lock."""
         layout = self._table.layouts.get(digest)
-        room = len(items) if layout is None else self._allocator.fit(digest, layout, len(items))
+        room = len(items) if layout is None else self._allocator.fit(digest, layout, len(items), access)
         planned: dict[bytes, tuple[Entry, Reservation]] = {}
         puts: dict[bytes, Put] = {}
         outcome: list[bool] = []

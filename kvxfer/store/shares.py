@@ -6,12 +6,12 @@ The quotas are in kvxfer.json, so that all processes of a root have the same one
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvxfer.errors import ConfigError
-from kvxfer.policy import CachePolicy
+from kvxfer.policy import CachePolicy, LRUPolicy
+from kvxfer.store.access import Access
 from kvxfer.store.entry import Entry
 
 MAX_QUOTAS = 256
@@ -61,7 +61,10 @@ def quotas_object(quotas: Mapping[bytes, Quota]) -> dict[str, dict[str, int | No
 
 
 class Shares:
-    """Applies quotas to what a table holds. Used with the table's lock.
+    """Between a table and its policies: applies quotas to what the table holds. Used with the table's lock.
+
+    A namespace that was once at its limit also has an order of its own, of last use and chains, so that finding what
+    has to go costs no look at what stays.
 
     Args:
         entries: the entries of a namespace, by key.
@@ -71,25 +74,77 @@ class Shares:
     def __init__(self, entries: Callable[[bytes], Mapping[bytes, Entry]], detach: Callable[[Entry], None]) -> None:
         self.quotas: Mapping[bytes, Quota] = {}
         self._entries, self._detach = entries, detach
+        self._orders: dict[bytes, CachePolicy[Entry]] = {}
 
-    def victims(self, policy: CachePolicy[Entry], n: int, owner: bytes) -> list[Entry]:
+    # ---- what policies are told --------------------------------------------------------------------------------
+
+    def insert(self, entry: Entry) -> None:
+        """As a policy's."""
+        entry.slab.policy.insert(entry)
+        if self._orders and (own := self._orders.get(entry.digest)) is not None:
+            own.insert(entry)
+
+    def touch(self, entry: Entry) -> None:
+        """As a policy's."""
+        entry.slab.policy.touch(entry)
+        if self._orders and (own := self._orders.get(entry.digest)) is not None:
+            own.touch(entry)
+
+    def pin(self, entry: Entry) -> None:
+        """As a policy's."""
+        entry.slab.policy.pin(entry)
+        if self._orders and (own := self._orders.get(entry.digest)) is not None:
+            own.pin(entry)
+
+    def unpin(self, entry: Entry) -> None:
+        """As a policy's."""
+        entry.slab.policy.unpin(entry)
+        if self._orders and (own := self._orders.get(entry.digest)) is not None:
+            own.unpin(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """As a policy's."""
+        entry.slab.policy.remove(entry)
+        if self._orders and (own := self._orders.get(entry.digest)) is not None:
+            own.remove(entry)
+
+    def chain(self, entry: Entry, names: Sequence[Hashable], items: Sequence[Entry | None]) -> bool:
+        """As a policy's, of chunks of one namespace of which `entry` is the last."""
+        known = entry.slab.policy.chain(names, items)
+        if self._orders and (own := self._orders.get(entry.digest)) is not None:
+            known &= own.chain(names, items)
+        return known
+
+    # ---- who goes ----------------------------------------------------------------------------------------------
+
+    def victims(self, policy: CachePolicy[Entry], n: int, owner: bytes, access: Access) -> list[Entry]:
         """Up to n entries that may go to make room for `owner`, in the policy's order, taken out.
 
-        One that is protected counts as used when its turn comes, and is held until the search is over: so none is
-        passed over again and again, and none hides those that may go.
+        One that is protected counts as used when its turn comes. What the request itself has used, or stored, does not
+        go, nor what that follows.
         """
+
+        def stays(entry: Entry) -> bool:
+            return self._is_of(entry, owner, access) or not self._may_go(entry, owner)
+
+        return self._search(policy, n, stays, owner)
+
+    def _search(self, policy: CachePolicy[Entry], n: int, stays: Callable[[Entry], bool], owner: bytes) -> list[Entry]:
+        """Takes out up to n of a policy's victims. What stays is held until the search is over: so none is passed over
+        again and again, and none hides those that may go."""
         chosen: list[Entry] = []
         passed: list[Entry] = []
         while len(chosen) < n and len(passed) < _PASSED and (named := policy.victims(n - len(chosen))):
             kept = []
             for entry in named:
-                if self._may_go(entry, owner):
+                if stays(entry) or policy.followers(entry):  # of those that follow it, one stays
+                    kept.append(entry)
+                else:
                     self._detach(entry)
                     chosen.append(entry)
-                else:
-                    kept.append(entry)
             for entry in kept:  # after the removals: what a policy remembers of them are evictions
-                policy.touch(entry)
+                if entry.digest != owner:
+                    policy.touch(entry)
                 policy.pin(entry)
             passed += kept
             if not kept:
@@ -97,6 +152,10 @@ class Shares:
         for entry in passed:
             policy.unpin(entry)
         return chosen
+
+    @staticmethod
+    def _is_of(entry: Entry, owner: bytes, access: Access) -> bool:
+        return entry.digest == owner and access.has_used(entry.key)
 
     def _may_go(self, entry: Entry, owner: bytes) -> bool:
         quota = self.quotas.get(entry.digest)
@@ -124,37 +183,36 @@ class Shares:
         room = self._room(digest, slot_bytes)
         return None if room is None else max(0, room - len(self._entries(digest)))
 
-    def over(self, digest: bytes, slot_bytes: int, n: int) -> list[Entry]:
+    def over(self, digest: bytes, slot_bytes: int, n: int, access: Access) -> list[Entry]:
         """Takes out what a namespace has too much for n more: its own, those first that were used least recently.
 
-        Pinned ones are in use, and so is what they follow; an entry goes after all that follow it. Some more go, so
-        that it need not be asked for each chunk that comes.
+        Pinned ones are in use, and so are the request's own, and what they follow; an entry goes after all that follow
+        it. Some more go, so that it need not be asked for each chunk that comes. Looks at no more than it takes out,
+        and _PASSED; at all only the first time.
         """
+        for other in [other for other in self._orders if self._room(other, slot_bytes) is None]:
+            del self._orders[other]
         room, entries = self._room(digest, slot_bytes), self._entries(digest)
         if room is None or len(entries) + n <= room:
             return []
-        chosen = _coldest(entries, len(entries) + n - room + room // _SLACK)
-        for entry in chosen:
-            self._detach(entry)
-        return chosen
+        if (order := self._orders.get(digest)) is None:
+            order = self._orders[digest] = _order_of(entries)
+        most = len(entries) + n - room + room // _SLACK
+        return self._search(order, most, lambda entry: self._is_of(entry, digest, access), digest)
 
     def _room(self, digest: bytes, slot_bytes: int) -> int | None:
         quota = self.quotas.get(digest)
         return None if quota is None or quota.at_most is None else quota.at_most // slot_bytes
 
 
-def _coldest(entries: Mapping[bytes, Entry], n: int) -> list[Entry]:
-    """Up to n entries in the order in which they would go: each is worth as much as the best of what follows it."""
-    ranked = sorted(entries.values(), key=lambda entry: (entry.pins > 0, entry.tick), reverse=True)
-    seen: set[Entry] = set()
-    runs: list[list[Entry]] = []  # from the best one's on; each from its end up to what a better one follows as well
-    for entry in ranked:
-        run: list[Entry] = []
-        at: Entry | None = entry
-        while at is not None and at not in seen:
-            seen.add(at)
-            run.append(at)
-            at = entries.get(at.after)
-        if run and not entry.pins:
-            runs.append(run)
-    return list(islice(chain.from_iterable(reversed(runs)), n))
+def _order_of(entries: Mapping[bytes, Entry]) -> CachePolicy[Entry]:
+    """What is there already, as it was used."""
+    order: CachePolicy[Entry] = LRUPolicy()
+    for entry in sorted(entries.values(), key=lambda entry: entry.tick):
+        order.insert(entry)
+        if entry.pins:
+            order.pin(entry)
+    for entry in entries.values():
+        if (before := entries.get(entry.after)) is not None:
+            order.link(entry, before)
+    return order

@@ -53,7 +53,6 @@ from kvxfer.store.records import gone
 from kvxfer.store.root import raise_weight_epoch, read_root
 from kvxfer.store.root_watch import RootWatch
 from kvxfer.store.scrub import keep_scrubbing
-from kvxfer.store.slab import SlabFile
 from kvxfer.store.stats import Counts, StoreStats, gather
 from kvxfer.store.table import Policies
 
@@ -101,6 +100,7 @@ class Store:
         writers: int = 8,
         policy: Policies | None = None,
         housekeeping: bool = True,
+        tool: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> Store:
         """Opens a root, or makes one. What earlier processes left behind is cleaned up before this returns.
@@ -112,6 +112,7 @@ class Store:
             writers: threads that will write at once: the engine's `io_threads`. As many slabs are filled side by side.
             policy: makes the order of eviction for one slot layout; None: as `config.policy` says.
             housekeeping: a thread calls `maintain` every REFRESH_S; False: the caller does.
+            tool: this process writes for no request: it has no write budget, and leaves that of the others to them.
             clock: seconds, for the write budget alone; tests give one of their own.
 
         Raises:
@@ -124,16 +125,16 @@ class Store:
         """
         if type(writers) is not int or writers < 1:
             raise ConfigError(f"writers={writers!r} must be an integer of at least 1")
-        rate = write_rate(config)  # before anything is made
+        rate = None if tool else write_rate(config)  # before anything is made
         policies = policy or partial(make_policy, config.policy)
         refuse_twice(config.root)
         lock, mode = lock_root(config)
         try:
             with lock.held(config.open_timeout_s):
                 others = lock.others()
-                lock.sit()
+                lock.sit(tool=tool)
                 parts = assemble(config, lock, others, mode, writers, policies)
-                store = cls(config, parts, budget_of(config, rate, lambda: len(parts.follower.members), clock))
+                store = cls(config, parts, budget_of(config, rate, lambda: parts.follower.writers, clock))
         except BaseException:
             lock.drop()
             raise
@@ -156,7 +157,7 @@ class Store:
         info = read_root(Path(root))
         if info is None:
             raise ConfigError(f"{root} is no root: it has no kvxfer.json")
-        return cls.open(info.config(Path(root)), **options)
+        return cls.open(info.config(Path(root)), tool=True, **options)
 
     # ---- namespaces --------------------------------------------------------------------------------------
 
@@ -276,19 +277,21 @@ class Store:
 
     # ---- storing -----------------------------------------------------------------------------------------
 
-    def reserve(self, digest: bytes, slot: SlotLayout, n: int) -> list[Reservation]:
+    def reserve(self, digest: bytes, slot: SlotLayout, n: int, access: Access | None = None) -> list[Reservation]:
         """Up to n slots for the caller to write; fewer where the capacity, or the disk, does not give more.
 
         Entries are evicted, and forgotten by the index, before their slots are handed out. Pinned entries and reserved
-        slots are never touched; what other processes have pinned may be.
+        slots are never touched; what other processes have pinned may be. Nor is what the request whose `access` it is
+        has used or stored: its later chunks are left out.
         """
         taken: list[Reservation] = []
+        access = Access() if access is None else access
         try:
             with self._changing():
                 if n < 1:
                     return []
                 if self._table.layouts.get(digest) == slot:
-                    taken = self._allocator.take(slot, n, digest)
+                    taken = self._allocator.take(slot, n, digest, access)
         except (RootBusy, IOFault) as exc:
             self._keep_waiting(exc)
         self.counts.refused_reservations += n - len(taken)
@@ -321,7 +324,7 @@ class Store:
         outcome: list[bool] = []
         access = Access().place([key for key, _, _ in items]) if access is None else access
         if self.config.durability == "power":
-            self._flush({slot.slab for _, slot, _ in items if slot.state is SlotState.RESERVED})
+            self._publisher.flush({slot.slab for _, slot, _ in items if slot.state is SlotState.RESERVED})
         try:
             with self._changing():
                 for start in range(0, len(items), TRANSACTION):
@@ -335,16 +338,6 @@ class Store:
             self.release([slot for _, slot, _ in items if slot.state is SlotState.RESERVED])
             raise
         return outcome
-
-    def _flush(self, slabs: Iterable[SlabFile]) -> None:
-        """Waits for the device, before any lock is taken; what did not get there is not committed."""
-        for slab in slabs:
-            try:
-                slab.flush()
-            except IOFault as exc:
-                self.counts.failed_flushes += 1
-                reporter.warn("flush", f"{slab.name} cannot be flushed; what was written is dropped: {exc}", error=exc)
-                self._table.doubt(slab)
 
     def release(self, reservations: Iterable[Reservation]) -> None:
         """Gives slots back unwritten, or those in quarantine whose write has returned."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.policy import CachePolicy
 from kvxfer.slot import SlotLayout
-from kvxfer.store.access import Access, learn
+from kvxfer.store.access import Access, learn, use_before
 from kvxfer.store.entry import Entry, Reservation, SlotState, pack_chunk
 from kvxfer.store.generations import Generations
 from kvxfer.store.leases import Leases
@@ -94,7 +94,7 @@ class Table:
             entry.record = pack_chunk(entry.slab, entry.slot, entry.generation, entry.key)
         entry.pins += 1
         if entry.pins == 1:
-            entry.slab.policy.pin(entry)
+            self.shares.pin(entry)
             entry.slab.held += 1
             self.pinned += 1
 
@@ -112,7 +112,7 @@ class Table:
                 if entry.dead:
                     self._free_if_unused(entry)
                 else:
-                    entry.slab.policy.unpin(entry)
+                    self.shares.unpin(entry)
         self.close_idle()
 
     def touch(self, digest: bytes, keys: Iterable[bytes], access: Access) -> None:
@@ -127,12 +127,16 @@ class Table:
 
     def _use(self, entry: Entry, access: Access, table: dict[bytes, Entry]) -> None:
         """Counts an access's first use of an entry, and learns what it follows."""
+        news = False
         if access.use(entry.key):
             self._tick_on(entry)
-            self.uses.note(entry.slab.slab_id, entry.slot)
-            entry.slab.policy.touch(entry)
+            news = self.uses.note(entry.slab.slab_id, entry.slot) or not access.has_used(entry.after)
+            self.shares.touch(entry)
         if access.before(entry.key) not in (None, entry.after):
-            learn(entry, access, table)
+            learn(entry, access, table, self.shares)
+            news = True
+        if news and entry.after:
+            use_before(entry, table, self.uses)
 
     def _tick_on(self, entry: Entry) -> None:
         self._tick += 1
@@ -377,7 +381,7 @@ class Table:
         self._all.setdefault(entry.digest, {})[entry.key] = entry
         entry.slab.entries[entry.slot] = entry
         self._tick_on(entry)
-        entry.slab.policy.insert(entry)
+        self.shares.insert(entry)
         self.entries += 1
         self.live_bytes += entry.slab.slot_bytes
 
@@ -399,10 +403,10 @@ class Table:
                     self._free_if_unused(old)
         return replaced
 
-    def victims(self, layout: SlotLayout, n: int, owner: bytes = b"") -> list[Entry]:
+    def victims(self, layout: SlotLayout, n: int, owner: bytes, access: Access) -> list[Entry]:
         """Takes up to n entries out, for `settle` or `reinstate`, to make room for `owner`. Pinned ones never."""
         with self.lock:
-            return self.shares.victims(self._slot_class(layout).policy, n, owner)
+            return self.shares.victims(self._slot_class(layout).policy, n, owner, access)
 
     def doom(self, entry: Entry, reason: str) -> bool:
         """Takes an entry out whose bytes are no good; False if it is out already. The index hears of it later."""
@@ -453,7 +457,7 @@ class Table:
         table = self._all[entry.digest]
         if table.get(entry.key) is entry:
             del table[entry.key]
-        entry.slab.policy.remove(entry)
+        self.shares.remove(entry)
         self.entries -= 1
         self.live_bytes -= entry.slab.slot_bytes
 

@@ -2,6 +2,9 @@
 
 A time belongs to the slot, not to the chunk in it: whatever is stored into it later was stored later, so times only go
 up, and whoever merges two pictures takes the later one. An unknown time is 0, and counts as now.
+
+Times are beginnings of ten minutes, the same for all slots, so that what is used in one request, head and tail of a
+chain, has one time. A use of a chunk is one of all that it is known to follow (access.py).
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 
 from kvxfer.store.entry import Entry
-from kvxfer.store.records import USE_SLOTS, Item, UsedRow, gone
+from kvxfer.store.records import USE_SLOTS, IndexRecord, Item, UsedRow, gone
 
 _LATEST = 2**32 - 1  # that a row can say
-GRAIN_S = 600  # a use that is nearer to the one before it is not written down
+GRAIN_S = 600  # a use in the same ten minutes as the one before it is not written down
 clock: Callable[[], float] = time.time
 
 _Block = tuple[int, int]  # slab, number of the block of USE_SLOTS slots
@@ -27,16 +30,22 @@ class UseTimes:
         self._slabs: dict[int, dict[int, array[int]]] = {}
         self._changed: dict[_Block, None] = {}  # in the order in which the index is to hear of them
 
-    def note(self, slab_id: int, slot: int) -> None:
-        """The slot is used now."""
-        block, place, at = slot // USE_SLOTS, slot % USE_SLOTS, now()
+    def note(self, slab_id: int, slot: int) -> bool:
+        """The slot is used now; whether that is news."""
+        return self.note_at(slab_id, slot, now() // GRAIN_S * GRAIN_S)
+
+    def note_at(self, slab_id: int, slot: int, at: int) -> bool:
+        """The slot was used at a time that `at` gave for another one; whether that is news."""
+        block, place = slot // USE_SLOTS, slot % USE_SLOTS
         try:
             times = self._slabs[slab_id][block]
         except KeyError:
             times = self._block(slab_id, block)
-        if at - times[place] >= GRAIN_S:
-            times[place] = at
-            self._changed[slab_id, block] = None
+        if times[place] >= at:
+            return False
+        times[place] = at
+        self._changed[slab_id, block] = None
+        return True
 
     def at(self, slab_id: int, slot: int) -> int:
         """When a slot was used last, at the earliest, and at most GRAIN_S later; 0 where that is not known."""
@@ -69,7 +78,7 @@ class UseTimes:
 
     def merge(self, row: UsedRow) -> None:
         """Takes in what another process knows. A time that is yet to come counts as now: a clock was wrong once."""
-        times, latest = self._block(row.slab_id, row.block), now()
+        times, latest = self._block(row.slab_id, row.block), now() // GRAIN_S * GRAIN_S
         for place, used in enumerate(row.times):
             if used > times[place]:
                 times[place] = min(used, latest)
@@ -109,3 +118,22 @@ class UseTimes:
 def now() -> int:
     """The time that rows and comparisons with them go by: a clock that is far out keeps nobody from using a chunk."""
     return min(max(0, int(clock())), _LATEST)
+
+
+def recency(rows: Iterable[UsedRow], order_of: Callable[[int], int]) -> Callable[[IndexRecord], int]:
+    """By what records are sorted so that the least recently used is first: last use, then (or not known) storing.
+
+    Args:
+        rows: when slots were used last.
+        order_of: of an epoch of generations, when it began against others.
+    """
+    times, latest, unknown = {(row.slab_id, row.block): row.times for row in rows}, now(), (0,) * USE_SLOTS
+
+    def key(record: IndexRecord) -> int:  # one number: a million of them are compared twenty times each
+        _, _, slab_id, slot, generation, _ = record
+        used = times.get((slab_id, slot // USE_SLOTS), unknown)[slot % USE_SLOTS]
+        if not 0 < used < latest:
+            used = latest
+        return used << 96 | order_of(generation >> 32) << 32 | generation & 0xFFFFFFFF
+
+    return key

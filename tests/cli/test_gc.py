@@ -51,7 +51,7 @@ def left(root: Path, stored: Stored) -> dict[str, int]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
-    clock = ManualClock(float(int(time.time())))
+    clock = ManualClock(float(int(time.time()) // uses.GRAIN_S * uses.GRAIN_S))  # when ten minutes begin
     monkeypatch.setattr(uses, "clock", clock)
     return clock
 

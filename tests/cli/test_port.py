@@ -6,8 +6,9 @@ import errno
 import json
 import os
 import stat
+import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvxfer import _native
 from kvxfer.cli import main
 from kvxfer.errors import KvxferError
 from kvxfer.slot import SlotLayout
-from kvxfer.store import Store, verify_root
+from kvxfer.store import Store, uses, verify_root
 from kvxfer.store.port import import_namespace
 from kvxfer.store.transfer_file import ExportReader, pack_end
-from kvxfer.testing import FaultyIO
+from kvxfer.testing import FaultyIO, ManualClock
 from tests.cli.commands import json_of
 from tests.store import damage, rig
 
@@ -110,6 +112,50 @@ def test_a_slot_of_another_namespace_is_not_adopted(row_file: bytes, tmp_path: P
     file.write_bytes(raw)
     code, done = json_of(capsys, "import", other, file, "--yes")
     assert (code, done["chunks"], done["reasons"]) == (1, damage.ROWS - 1, {"foreign": 1})
+
+
+@pytest.mark.parametrize("mask", [1 << 4, 1 << 255 | 1, 0])
+def test_a_mask_that_cannot_be_is_damage(row_file: bytes, tmp_path: Path, capsys: Capture, mask: int) -> None:
+    """Of blocks that a chunk does not have, though every sum is right: no lack of room."""
+    file, other = tmp_path / "file", empty(tmp_path / "other")
+    at = len(row_file) - len(pack_end(0)) - 2 * rig.ROW.slot_bytes
+    slot = rig.slot_image(rig.key(9999), CASES["row"][0].digest(0), rig.ROW, 7 << 32 | 1, rig.FULL).array
+    for start in range(rig.ROW.payload_stride, rig.ROW.slot_bytes, rig.ROW.alignment):  # kvxfer seals none of these
+        page = slot[start : start + 4096]
+        page[56:88] = list(mask.to_bytes(32, "little"))
+        page[4092:] = list(int(_native.lib().kvx_crc32c(page[:4092].tobytes(), 4092)).to_bytes(4, "little"))
+    file.write_bytes(row_file[:at] + slot.tobytes() + row_file[at + len(slot) :])
+    code, done = json_of(capsys, "import", other, file, "--yes")
+    assert (code, done["chunks"], done["failed"], done["no_room"]) == (1, damage.ROWS - 1, 1, 0)
+    assert done["reasons"] == {"bad_trailer": 1}
+
+
+def test_what_was_used_last_is_the_youngest_where_it_comes_to_and_nothing_follows_anything(
+    tmp_root: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots say nothing of prompts, so that the order in which they come is one of last use and nothing else."""
+    file, other = tmp_path / "file", empty(tmp_path / "other", capacity_bytes=4 << 20)
+    clock = ManualClock(float(int(time.time()) - 86400))
+    monkeypatch.setattr(uses, "clock", clock)
+    with Store.open(rig.config(tmp_root), housekeeping=False) as store:
+        digest = store.register(CASES["row"][0], rig.ROW)
+        assert all(rig.put(store, digest, NAMES))
+        clock.advance(uses.GRAIN_S)
+        store.touch(digest, NAMES[:7])
+    assert json_of(capsys, "export", tmp_root, file, "--namespace", digest.hex())[0] == 0
+    with closing(ExportReader(file)) as source, Store.open(rig.config(other, capacity_bytes=4 << 20)) as store:
+        monkeypatch.setattr(Store, "open_existing", lambda root: nullcontext(store))
+        assert import_namespace(other, source).chunks == len(NAMES)
+        entries = [store._table.find(digest, name) for name in NAMES]
+        assert {entry.after for entry in entries if entry is not None} == {b""}
+        assert not any(entry.slab.policy.followers(entry) for entry in entries if entry is not None)
+    with Store.open(rig.config(other, capacity_bytes=4 << 20), housekeeping=False) as store:
+        store.register(CASES["row"][0], rig.ROW)
+        taken = []
+        while len(store.keys(digest)) > 7:
+            taken += store.reserve(digest, rig.ROW, 1)
+        assert set(store.keys(digest)) == set(NAMES[:7])
+        store.release(taken)
 
 
 def test_another_weight_epoch_is_refused_unless_the_weights_are_said_to_be_the_same(
@@ -332,8 +378,6 @@ test_many_bytes_that_were_changed = pytest.mark.slow(settings(fuzz, max_examples
 
 def _with_heading(raw: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
     """The file with a heading that is whole and says something else."""
-    from kvxfer import _native
-
     length = int.from_bytes(raw[12:16], "little")
     body = json.loads(raw[16 : 16 + length])
     change(body)

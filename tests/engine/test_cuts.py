@@ -239,9 +239,9 @@ def reserves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     reserve = Store.reserve
 
-    def counting(store: Store, digest: bytes, slot: Any, n: int) -> Any:
+    def counting(store: Store, digest: bytes, slot: Any, n: int, access: Access | None = None) -> Any:
         calls.append(n)
-        return reserve(store, digest, slot, n)
+        return reserve(store, digest, slot, n, access)
 
     monkeypatch.setattr(Store, "reserve", counting)
     return calls

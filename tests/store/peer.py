@@ -29,7 +29,7 @@ from kvxfer.engine import TransferEngine
 from kvxfer.errors import KvxferError
 from kvxfer.jobs import STORE, JobRunner
 from kvxfer.slot import SlotLayout
-from kvxfer.store import Entry, Reservation, Store, members, room
+from kvxfer.store import Entry, Reservation, Store, members, room, uses
 from kvxfer.store import index as index_module
 from kvxfer.store import store as store_module
 from kvxfer.store.records import LeaseName, LeaseRow, gone
@@ -191,8 +191,16 @@ class Actor:
         assert hasattr(MODULES[where], name)
         setattr(MODULES[where], name, value)
 
+    def set_time(self, at: float) -> None:
+        """What uses are noted by, from now on."""
+        uses.clock = lambda: at
+
     def open(self, *, housekeeping: bool = False, writers: int = 2, **config: Any) -> None:
         self._store = Store.open(rig.config(self.root, **config), writers=writers, housekeeping=housekeeping)
+
+    def open_tool(self) -> None:
+        """As a command does that writes for no request."""
+        self._store = Store.open_existing(self.root, housekeeping=False)
 
     def register(self, n: int = 0, layout: str = "row") -> str:
         self.layouts[n] = LAYOUTS[layout]

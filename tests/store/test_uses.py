@@ -20,8 +20,8 @@ Opened = Callable[..., Store]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
-    """What the store takes for the time: it begins now."""
-    clock = ManualClock(float(int(time.time())))
+    """What the store takes for the time: it begins about now, when ten minutes begin."""
+    clock = ManualClock(float(int(time.time()) // uses.GRAIN_S * uses.GRAIN_S))
     monkeypatch.setattr(uses, "clock", clock)
     return clock
 
@@ -48,13 +48,13 @@ def test_a_store_and_a_use_are_noted_and_outlive_a_close(opened: Opened, clock: 
     store = opened()
     digest = store.register(rig.namespace(), rig.ROW)
     start = clock.now
-    assert all(rig.put(store, digest, names))
+    assert all(rig.put(store, digest, [name])[0] for name in names)  # each follows nothing
     clock.advance(uses.GRAIN_S)
     store.touch(digest, names[:5])
     clock.advance(uses.GRAIN_S)
     store.unpin(store.pin(digest, names[5:9]))
     clock.advance(uses.GRAIN_S - 1)
-    store.touch(digest, names[5:9])  # too near to the last one to be written down
+    store.touch(digest, names[5:9])  # in the ten minutes of the last one: not written down
     want = {name: start + uses.GRAIN_S * (1 if i < 5 else 2 if i < 9 else 0) for i, name in enumerate(names)}
     assert used(store) == want
     assert store.close()
