@@ -176,7 +176,7 @@ def test_finding_what_goes_looks_at_no_more_than_that(monkeypatch: pytest.Monkey
     looks = 0
 
     class Counted(LRUPolicy[Entry]):
-        def _least(self) -> Entry | None:
+        def _least(self) -> tuple[Entry, Order[Entry]] | None:
             nonlocal looks
             looks += 1
             return super()._least()
