@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.policy import POLICIES, LRUPolicy
+from kvxfer.policy.order import Order
 from kvxfer.store import Access, Entry, Reservation, Store
 from kvxfer.store.shares import Quota, Shares
 from tests.store import rig
