@@ -21,7 +21,6 @@ from tests.oracle import POISON, Model
 CHUNKS = 40
 WAIT_S = 60.0  # for what must end: only ever reached by a defect
 CAPACITY, SLAB = 4 << 20, 17 * 4096 * 8  # a few slabs: storing CHUNKS twice over evicts
-index_module.RECOVERY_INTERVAL_S = room.RETRY_S = 0.0
 
 
 class Pages:
@@ -45,7 +44,11 @@ class Session:
     def __init__(
         self, root: Path, pages: Pages, *, durability: str = "process", io: str = "auto", bump: bool = False
     ) -> None:
-        """Raises KvxferError, with nothing left open. bump: begins with another weight epoch."""
+        """Raises KvxferError, with nothing left open. bump: begins with another weight epoch.
+
+        For processes that do nothing else: what a store leaves alone for a while is tried at once from now on.
+        """
+        index_module.RECOVERY_INTERVAL_S = room.RETRY_S = 0.0
         self.pages, self._job = pages, 0
         self.came: list[int] | None = None  # with the last load
         config = StoreConfig(root=root, capacity_bytes=CAPACITY, slab_bytes=SLAB, durability=durability, io=io)
