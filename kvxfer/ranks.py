@@ -25,6 +25,8 @@ from kvxfer.convert.pages import KVPages
 from kvxfer.device.base import Device
 from kvxfer.device.choice import runner_over
 from kvxfer.errors import EngineClosed, FormatError, IOFault, KvxferError, LayoutError
+from kvxfer.io.modes import nearest, probe_mode
+from kvxfer.io.uring import choose_backend
 from kvxfer.jobs import LOAD, STORE, JobOutcome, Status, check_process, nanoseconds
 from kvxfer.report import engine_reporter
 from kvxfer.results import block_table, refuse_repeated
@@ -80,9 +82,10 @@ class Rank:
         config: of its runner: io_threads, io_timeout_s, max_lost_threads, read_piece_bytes, staging_bytes.
         number: which rank this is; under it its counters are told.
         device: that has the pages; None: host memory, or where the pages say they are.
+        io, direct: as StoreConfig's. This process finds out for itself whether io_uring works here.
 
     Raises:
-        ConfigError: staging_bytes holds no buffer for such a slot.
+        ConfigError: staging_bytes holds no buffer for such a slot, or `io` is uring, which does not work here.
         DeviceError: the device has no memory for a bay, or fails.
     """
 
@@ -94,12 +97,15 @@ class Rank:
         config: EngineConfig | None = None,
         number: int = 0,
         device: Device | None = None,
+        io: str = "auto",
+        direct: str = "auto",
     ) -> None:
         self.config = config or EngineConfig()
         self._make_pages, self._pages = pages, {ALIGNMENT: pages(ALIGNMENT)}
         self._number = number
-        mine = self._pages[ALIGNMENT]
-        self._runner, self._staging_limit = runner_over(self.config, mine.mapping.slot, [mine], device, root)
+        mine, place = self._pages[ALIGNMENT], nearest(root)
+        backend = choose_backend(probe_mode(place, direct), place, io).backend if io == "uring" else "posix"
+        self._runner, self._staging_limit = runner_over(self.config, mine.mapping.slot, [mine], device, place, backend)
         self._pid = os.getpid()
         self._files = SlabFiles(root)
         self._lock = threading.Condition()

@@ -94,8 +94,9 @@ class KvxferOffloadingSpec(OffloadingSpec):
         if self._worker is None:
             if self.pages is None:
                 raise LayoutError("vLLM asked for a worker without KvxferConnector.register_kv_caches")
-            tier = self.setup.config.tier
-            rank = Rank(tier.store.root, self.pages, config=tier.engine, number=self.setup.shard.tp_rank)
+            tier, number = self.setup.config.tier, self.setup.shard.tp_rank
+            root, io, direct = tier.store.root, tier.store.io, tier.store.direct
+            rank = Rank(root, self.pages, config=tier.engine, number=number, io=io, direct=direct)
             self._worker = KvxferWorker(rank, self.setup.blocks_per_chunk)
         return self._worker
 

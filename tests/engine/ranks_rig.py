@@ -38,10 +38,10 @@ class Group:
         """Tests of devices put one here."""
         return None
 
-    def __init__(self, root: Path, pages: Sequence[KVPages], config: EngineConfig) -> None:
+    def __init__(self, root: Path, pages: Sequence[KVPages], config: EngineConfig, io: str = "auto") -> None:
         self.pages = list(pages)
         self.ranks = [
-            Rank(root, _always(mine), config=config, number=number, device=self.make_device())
+            Rank(root, _always(mine), config=config, number=number, device=self.make_device(), io=io)
             for number, mine in enumerate(self.pages)
         ]
         self.ended: list[list[Ended]] = [[] for _ in self.ranks]
@@ -77,12 +77,13 @@ class Server:
         capacity_bytes: int = 64 << 20,
         clock: Callable[[], float] = time.monotonic,
         writes: dict[str, Any] | None = None,
+        io: str = "auto",
         **config: Any,
     ) -> None:
         """`writes`: of the store's configuration, what bounds them."""
         self.layout, self.model = layout, model
         self.config = EngineConfig(**({"io_threads": 2, "shutdown_timeout_s": 1.0, "bay_bytes": 1 << 20} | config))
-        limits = StoreConfig(root=root, capacity_bytes=capacity_bytes, **(writes or {}))
+        limits = StoreConfig(root=root, capacity_bytes=capacity_bytes, io=io, **(writes or {}))
         self.store = Store.open(limits, writers=2, clock=clock)
         pages = ranks(model, layout, tp_size, blocks_per_chunk, filled=filled)
         self.published: list[bytes] = []
@@ -96,7 +97,7 @@ class Server:
             stored=self.published.extend,
             clock=clock,
         )
-        self.group = Group(root, pages, self.config)
+        self.group = Group(root, pages, self.config, io)
 
     def __enter__(self) -> Server:
         return self
