@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,14 +32,6 @@ from kvxfer.results import PendingJob
 from kvxfer.store import Access
 
 DISABLE = "KVXFER_DISABLE"  # 1: engines start turned off
-
-
-class Outlook(NamedTuple):
-    """What one more store would meet."""
-
-    affords: float  # chunks that the write budget holds; infinity where there is none
-    has_room: bool  # whether it would evict nothing
-    queue_seconds: float  # how long what is queued takes, at the drive's speed of late
 
 
 class Intake:
