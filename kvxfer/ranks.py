@@ -33,9 +33,9 @@ from kvxfer.results import block_table, refuse_repeated
 from kvxfer.slabs import SlabFiles
 from kvxfer.slot import ALIGNMENT
 from kvxfer.store.entry import pack_chunk
-from kvxfer.tickets import NOWHERE, Failure, Report, Settled, Ticket
+from kvxfer.tickets import NOWHERE, Failure, Report, Settled, SpreadTicket, Ticket
 
-__all__ = ["Ended", "Rank"]
+__all__ = ["Ended", "Rank", "all_failed"]
 
 WATCH_S = 0.1
 FREE_S = 2.0  # how long stores may take to gather until `free` cancels what is left of them
@@ -46,8 +46,8 @@ TOTALS_S = 0.25  # how often a rank that settles nothing tells its counters at m
 class Ended:
     """A ticket that this rank has settled."""
 
-    ticket: Ticket
-    block_ids: NDArray[np.int64]  # [places, blocks_per_chunk], as submitted
+    ticket: Ticket | SpreadTicket
+    block_ids: NDArray[np.int64]  # [chunks, blocks_per_chunk], as submitted
     settled: Settled
 
 
@@ -136,11 +136,7 @@ class Rank:
             LayoutError: ids out of range or of another shape, or (loads) repeated.
             EngineClosed, ForkError
         """
-        check_process(self._pid, "rank")
-        pages = self._pages_for(ticket.alignment)
-        ids = block_table(block_ids, len(ticket.places), pages.mapping.blocks_per_chunk, pages.num_blocks)
-        if ticket.is_load:
-            refuse_repeated(ids)
+        pages, ids = self._pages_for(ticket.alignment), self.block_table(ticket, block_ids)
         job = _Job(ticket, ids, [], Settled(ranks=1), self._runner.mark())
         for position, place in enumerate(ticket.places):
             if place.slab == NOWHERE:
@@ -159,6 +155,25 @@ class Rank:
                 return
             self._queue.append(job)
             self._lock.notify_all()
+
+    def block_table(self, ticket: Ticket | SpreadTicket, block_ids: ArrayLike) -> NDArray[np.int64]:
+        """A ticket's ids as [chunks, blocks_per_chunk], checked. For arguments and errors see `submit`."""
+        check_process(self._pid, "rank")
+        pages = self._pages[ALIGNMENT]
+        ids = block_table(block_ids, ticket.chunks, pages.mapping.blocks_per_chunk, pages.num_blocks)
+        if ticket.is_load:
+            refuse_repeated(ids)
+        return ids
+
+    def fail(self, ticket: Ticket, block_ids: NDArray[np.int64]) -> None:
+        """Ends a ticket that `submit` refused, where whoever called has accepted it: nothing of it arrives.
+
+        Args:
+            block_ids: [rows, any number], which may be more rows than there are chunks.
+        """
+        settled = Settled(1, all_failed(ticket, block_ids))
+        with self._lock:
+            self._ended.append(Ended(ticket, block_ids, settled))
 
     def collect(self) -> list[Ended]:
         """Tickets that have ended since the last call, each once. Never blocks."""
@@ -380,6 +395,11 @@ class Rank:
             job.fail(job.index, Failure(Status.STALLED))
             self._end(job)
             raise
+
+
+def all_failed(ticket: Ticket | SpreadTicket, block_ids: NDArray[np.int64]) -> dict[int, Failure]:
+    """For each chunk, and each row of blocks, that it did not make it."""
+    return dict.fromkeys(range(max(ticket.chunks, len(block_ids))), Failure(Status.STALLED))
 
 
 def _count(counts: dict[int, int], generation: int) -> None:
