@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvxfer import _native
+from kvxfer.admission import SecondTouch
 from kvxfer.bitmap import CompletionBitmap
 from kvxfer.breaker import Permit
 from kvxfer.config import EngineConfig
@@ -22,12 +23,13 @@ from kvxfer.intake import Intake
 from kvxfer.jobs import LOAD, STORE, ChunkError, JobOutcome, Status
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
+from kvxfer.placement import Outlook
 from kvxfer.report import engine_reporter
 from kvxfer.results import PendingJob, TransferResult
-from kvxfer.slot import SlotLayout
+from kvxfer.slot import ALIGNMENT, SlotLayout
 from kvxfer.store import Access, Entry, Reservation, Store
 from kvxfer.supply import SlotSupply
-from kvxfer.tickets import NOWHERE, Failure, Place, Report, Settled, Ticket, chunk_errors
+from kvxfer.tickets import NOT_BEGUN, NOWHERE, Failure, Place, Report, Settled, Ticket, chunk_errors
 
 __all__ = ["Coordinator"]
 
@@ -61,6 +63,7 @@ class Coordinator:
         ranks: how many settle each ticket.
         at_hand: slots reserved ahead at rest: what may be asked for at once.
         stored: is told keys that were published, by whichever thread published them.
+        second_touch: shared with coordinators of other roots; None: one of its own, if config asks for it.
     """
 
     def __init__(
@@ -74,12 +77,13 @@ class Coordinator:
         at_hand: int = AT_HAND,
         stored: Callable[[list[bytes]], None] = lambda keys: None,
         clock: Callable[[], float] = time.monotonic,
+        second_touch: SecondTouch | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self._store, self._slot, self._ranks, self._stored = store, slot, ranks, stored
         self._tokens = namespace.tokens_per_chunk
         self._totals: dict[int, dict[str, int]] = {}  # by rank
-        self._intake = Intake(self.config, self._counters, clock, budget=store.write_budget)
+        self._intake = Intake(self.config, self._counters, clock, budget=store.write_budget, second_touch=second_touch)
         self._observer = Observer(namespace.tokens_per_chunk / namespace.blocks_per_chunk, store.io_mode)
         room = max(1, store.config.slab_budget[0] // slot.slot_bytes)
         most = max(1, min(self.config.max_queued_store_chunks, room // SHARE))
@@ -92,7 +96,7 @@ class Coordinator:
         self._committing = 0
         self._outstanding: dict[int, int] = {}  # generation: writes of ranks that were given up and have not returned
         self._quarantined: dict[int, Reservation] = {}  # by generation
-        self._seconds: deque[tuple[int, float]] = deque(maxlen=4096)  # direction and time of tickets, not taken yet
+        self._seconds: deque[tuple[int, str, float]] = deque(maxlen=4096)  # of tickets: see `take_seconds`
         self._accesses: dict[str, Access] = {}  # by owner
         self._failed: dict[str, dict[bytes, int]] = {}  # by owner: keys that did not arrive, in which generation
         self._closed = False
@@ -104,16 +108,51 @@ class Coordinator:
         """Of the namespace that tickets which start now are about."""
         return self._supply.digest
 
+    @property
+    def digests(self) -> frozenset[bytes]:
+        """The same, as those are named who have several roots."""
+        return frozenset((self.digest,))
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the store has a key, for whatever owner, and whatever the breakers say."""
+        return self._store.contains(self.digest, key)
+
     def lookup(self, key: bytes, owner: str = "") -> bool:
         """Whether a chunk is stored: a claim, which a load proves. False for one that failed this owner, as stored."""
-        usable = not self._closed and not self._supply.outdated
-        found = usable and self._intake.room(1) > 0 and self._store.contains(self.digest, key)
+        found = self.answers(key, owner)
+        self._observer.looked_up(1, int(found))
+        return found
+
+    def answers(self, key: bytes, owner: str = "") -> bool:
+        """`lookup`, uncounted."""
+        found = self.answers_loads and self.contains(key)
         if found and (failed := self._failed.get(owner)) and key in failed:
             (entry,) = self._store.pin(self.digest, [key], self._access(owner, [key]))
             self._store.unpin([entry])
             found = entry is not None and entry.generation != failed[key]
-        self._observer.looked_up(1, int(found))
         return found
+
+    @property
+    def answers_loads(self) -> bool:
+        """Whether a chunk of a load would be tried now."""
+        return self._usable and self._intake.room(1) > 0
+
+    @property
+    def takes_stores(self) -> bool:
+        """Whether a chunk of a store might be given a slot."""
+        room = self._queued[STORE] < self.config.max_queued_store_chunks
+        return self._usable and room and self._intake.refusal(STORE) is None
+
+    @property
+    def outlook(self) -> Outlook:
+        """What one more store would meet. It affords as many chunks as there are slots at hand, at most."""
+        room = self.config.max_queued_store_chunks - self._queued[STORE]
+        affords = min(self._intake.affords(self._slot.slot_bytes), self._supply.at_hand, room)
+        return Outlook(affords, self._store.has_room(self._slot), self._intake.backlog.seconds())
+
+    @property
+    def _usable(self) -> bool:
+        return not self._closed and not self._supply.outdated
 
     def touch(self, keys: Collection[bytes], owner: str = "") -> None:
         """Counts as a use of those that are stored."""
@@ -167,7 +206,7 @@ class Coordinator:
         The rest are dropped and counted. No ticket where nothing is to be written.
         """
         self._collect()
-        usable = not self._closed and not self._supply.outdated  # before the digest: see `load`
+        usable = self._usable  # before the digest: see `load`
         digest = self.digest
         absent: dict[bytes, int] = {}
         for position, key in enumerate(keys):
@@ -205,6 +244,23 @@ class Coordinator:
         self._intake.weigh(job, len(chosen) * self._slot.slot_bytes)
         return chosen, ticket
 
+    def is_storing(self, key: bytes) -> bool:
+        """Whether the key is under way to the store."""
+        return key in self._writing
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Takes a ticket back that no rank was told of: nothing of it arrives."""
+        failed = dict.fromkeys(range(ticket.chunks), Failure(Status.CANCELLED))
+        self.settle(Report(settled={ticket.number: Settled(self._ranks, failed)}))
+
+    @staticmethod
+    def nowhere(keys: Sequence[bytes]) -> Ticket:
+        """The ticket of a load that cannot begin, of chunks that are nowhere."""
+        places = tuple(Place(key, NOWHERE, 0, 0) for key in keys)
+        return Ticket(
+            number=NOT_BEGUN, direction=LOAD, digest=bytes(32), alignment=ALIGNMENT, direct=False, places=places
+        )
+
     def _admitted(
         self, keys: Sequence[bytes], absent: list[int], access: Access
     ) -> tuple[list[int], dict[int, Status]]:
@@ -214,12 +270,8 @@ class Coordinator:
             return [], dict.fromkeys(absent, refused)
         room = max(0, self.config.max_queued_store_chunks - self._queued[STORE])
         absent, dropped = absent[:room], absent[room:]
-        wanted, left_out = self._intake.sift(
-            [keys[position] for position in absent],
-            self._slot.slot_bytes,
-            access,
-            lambda key: self._store.contains(self.digest, key),
-        )
+        names = [keys[position] for position in absent]
+        wanted, left_out = self._intake.sift(names, self._slot.slot_bytes, access, self.contains)
         found = {absent[place]: why for place, why in left_out.items()} | dict.fromkeys(dropped, Status.DROPPED)
         return [absent[place] for place in wanted], found
 
@@ -256,6 +308,8 @@ class Coordinator:
         for generation, ranks in report.returned.items():
             self._outstanding[generation] = self._outstanding.get(generation, 0) - ranks
         for number, settled in report.settled.items():
+            if number == NOT_BEGUN:
+                continue
             if (one := self._open.get(number)) is None:
                 engine_reporter.warn("ticket", f"a rank settled ticket {number}, which is not open")
                 continue
@@ -353,7 +407,7 @@ class Coordinator:
         """Counts a ticket that has ended."""
         job, settled = one.job, one.settled
         if settled.nbytes:
-            self._seconds.append((one.ticket.direction, settled.seconds))
+            self._seconds.append((one.ticket.direction, self._store.io_mode, settled.seconds))
         job.native_ids.append(one.ticket.number)  # it reached the storage
         failed = {error.chunk for error in errors} | settled.failed.keys()
         arrived = set(range(len(job.keys))) - {one.index[position] for position in failed}
@@ -409,8 +463,8 @@ class Coordinator:
         store = store_values(self._store.stats())
         return Metrics(self._observer.counted() | read, store, id(self._store), self._store.drives.values())
 
-    def take_seconds(self) -> list[tuple[int, float]]:
-        """Direction and time of the tickets that moved bytes and ended since the last call."""
+    def take_seconds(self) -> list[tuple[int, str, float]]:
+        """Direction, I/O path and time of the tickets that moved bytes and ended since the last call."""
         return [self._seconds.popleft() for _ in range(len(self._seconds))]
 
     def _counters(self) -> dict[str, int]:

@@ -24,10 +24,11 @@ from kvxfer.convert.pages import KVPages, slot_of
 from kvxfer.device.base import Device
 from kvxfer.device.choice import runner_over
 from kvxfer.errors import EngineClosed, LayoutError
-from kvxfer.intake import Intake, Outlook
+from kvxfer.intake import Intake
 from kvxfer.jobs import LOAD, STORE, Runner, Status, check_process
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
+from kvxfer.placement import Outlook
 from kvxfer.reader import LoadReader
 from kvxfer.registration import Registration
 from kvxfer.report import engine_reporter

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,14 +37,6 @@ from kvxfer.store import Access, Gaps
 Present = Callable[[bytes], bool]  # whether a key is in the store
 
 DISABLE = "KVXFER_DISABLE"  # 1: engines start turned off
-
-
-class Outlook(NamedTuple):
-    """What one more store would meet."""
-
-    affords: float  # chunks that the write budget holds; infinity where there is none
-    has_room: bool  # whether it would evict nothing
-    queue_seconds: float  # how long what is queued takes, at the drive's speed of late
 
 
 class Intake:

@@ -10,7 +10,7 @@ import errno
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -276,6 +276,12 @@ class Metrics:
         key = name, tuple(labels[label] for label, _ in series.labels)
         found = self.engine[key] if key in self.engine else self.store[key]
         return sum(found[:-1]) if isinstance(found, tuple) else found
+
+
+def together(each: Sequence[Metrics], store_id: int) -> Metrics:
+    """The sums of several that share no store, as of one."""
+    drives = {key: value for one in each for key, value in one.drives.items()}
+    return Metrics(add_up(one.engine for one in each), add_up_stores(one.store for one in each), store_id, drives)
 
 
 def render_metrics(*metrics: Metrics, gpus: GpuMonitor | None = None) -> str:

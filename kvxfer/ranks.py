@@ -25,15 +25,17 @@ from kvxfer.convert.pages import KVPages
 from kvxfer.device.base import Device
 from kvxfer.device.choice import runner_over
 from kvxfer.errors import EngineClosed, FormatError, IOFault, KvxferError, LayoutError
+from kvxfer.io.modes import nearest, probe_mode
+from kvxfer.io.uring import choose_backend
 from kvxfer.jobs import LOAD, STORE, JobOutcome, Status, check_process, nanoseconds
 from kvxfer.report import engine_reporter
 from kvxfer.results import block_table, refuse_repeated
 from kvxfer.slabs import SlabFiles
 from kvxfer.slot import ALIGNMENT
 from kvxfer.store.entry import pack_chunk
-from kvxfer.tickets import NOWHERE, Failure, Report, Settled, Ticket
+from kvxfer.tickets import NOWHERE, Failure, Report, Settled, SpreadTicket, Ticket
 
-__all__ = ["Ended", "Rank"]
+__all__ = ["Ended", "Rank", "all_failed"]
 
 WATCH_S = 0.1
 FREE_S = 2.0  # how long stores may take to gather until `free` cancels what is left of them
@@ -44,8 +46,8 @@ TOTALS_S = 0.25  # how often a rank that settles nothing tells its counters at m
 class Ended:
     """A ticket that this rank has settled."""
 
-    ticket: Ticket
-    block_ids: NDArray[np.int64]  # [places, blocks_per_chunk], as submitted
+    ticket: Ticket | SpreadTicket
+    block_ids: NDArray[np.int64]  # [chunks, blocks_per_chunk], as submitted
     settled: Settled
 
 
@@ -80,9 +82,10 @@ class Rank:
         config: of its runner: io_threads, io_timeout_s, max_lost_threads, read_piece_bytes, staging_bytes.
         number: which rank this is; under it its counters are told.
         device: that has the pages; None: host memory, or where the pages say they are.
+        io, direct: as StoreConfig's. This process finds out for itself whether io_uring works here.
 
     Raises:
-        ConfigError: staging_bytes holds no buffer for such a slot.
+        ConfigError: staging_bytes holds no buffer for such a slot, or `io` is uring, which does not work here.
         DeviceError: the device has no memory for a bay, or fails.
     """
 
@@ -94,12 +97,15 @@ class Rank:
         config: EngineConfig | None = None,
         number: int = 0,
         device: Device | None = None,
+        io: str = "auto",
+        direct: str = "auto",
     ) -> None:
         self.config = config or EngineConfig()
         self._make_pages, self._pages = pages, {ALIGNMENT: pages(ALIGNMENT)}
         self._number = number
-        mine = self._pages[ALIGNMENT]
-        self._runner, self._staging_limit = runner_over(self.config, mine.mapping.slot, [mine], device, root)
+        mine, place = self._pages[ALIGNMENT], nearest(root)
+        backend = choose_backend(probe_mode(place, direct), place, io).backend if io == "uring" else "posix"
+        self._runner, self._staging_limit = runner_over(self.config, mine.mapping.slot, [mine], device, place, backend)
         self._pid = os.getpid()
         self._files = SlabFiles(root)
         self._lock = threading.Condition()
@@ -130,11 +136,7 @@ class Rank:
             LayoutError: ids out of range or of another shape, or (loads) repeated.
             EngineClosed, ForkError
         """
-        check_process(self._pid, "rank")
-        pages = self._pages_for(ticket.alignment)
-        ids = block_table(block_ids, len(ticket.places), pages.mapping.blocks_per_chunk, pages.num_blocks)
-        if ticket.is_load:
-            refuse_repeated(ids)
+        pages, ids = self._pages_for(ticket.alignment), self.block_table(ticket, block_ids)
         job = _Job(ticket, ids, [], Settled(ranks=1), self._runner.mark())
         for position, place in enumerate(ticket.places):
             if place.slab == NOWHERE:
@@ -153,6 +155,25 @@ class Rank:
                 return
             self._queue.append(job)
             self._lock.notify_all()
+
+    def block_table(self, ticket: Ticket | SpreadTicket, block_ids: ArrayLike) -> NDArray[np.int64]:
+        """A ticket's ids as [chunks, blocks_per_chunk], checked. For arguments and errors see `submit`."""
+        check_process(self._pid, "rank")
+        pages = self._pages[ALIGNMENT]
+        ids = block_table(block_ids, ticket.chunks, pages.mapping.blocks_per_chunk, pages.num_blocks)
+        if ticket.is_load:
+            refuse_repeated(ids)
+        return ids
+
+    def fail(self, ticket: Ticket, block_ids: NDArray[np.int64]) -> None:
+        """Ends a ticket that `submit` refused, where whoever called has accepted it: nothing of it arrives.
+
+        Args:
+            block_ids: [rows, any number], which may be more rows than there are chunks.
+        """
+        settled = Settled(1, all_failed(ticket, block_ids))
+        with self._lock:
+            self._ended.append(Ended(ticket, block_ids, settled))
 
     def collect(self) -> list[Ended]:
         """Tickets that have ended since the last call, each once. Never blocks."""
@@ -374,6 +395,11 @@ class Rank:
             job.fail(job.index, Failure(Status.STALLED))
             self._end(job)
             raise
+
+
+def all_failed(ticket: Ticket | SpreadTicket, block_ids: NDArray[np.int64]) -> dict[int, Failure]:
+    """For each chunk, and each row of blocks, that it did not make it."""
+    return dict.fromkeys(range(max(ticket.chunks, len(block_ids))), Failure(Status.STALLED))
 
 
 def _count(counts: dict[int, int], generation: int) -> None:

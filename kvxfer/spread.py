@@ -19,18 +19,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.bitmap import CompletionBitmap
 from kvxfer.engine import TransferEngine
-from kvxfer.errors import ConfigError, KvxferError, LayoutError
-from kvxfer.intake import Outlook
+from kvxfer.errors import KvxferError, LayoutError
 from kvxfer.jobs import ChunkError, Status
-from kvxfer.metrics import add_up
-from kvxfer.observe import Metrics, add_up_stores
+from kvxfer.observe import Metrics, together
+from kvxfer.placement import Placement, Round
 from kvxfer.report import engine_reporter
 from kvxfer.results import TransferResult, refuse_repeated
 from kvxfer.store import Access
 
 __all__ = ["SpreadEngine"]
-
-LAG_S = 0.5  # a drive whose queued stores take so much longer than another's is left alone until it has caught up
 
 
 @dataclass(slots=True)
@@ -49,9 +46,8 @@ class _Job:
 class SpreadEngine:
     """Engines of one namespace over the same pages, each with a root on a drive of its own.
 
-    A store's chunk goes to the root that has it and answers loads, or else to one that takes stores: none whose queue
-    lags LAG_S behind the shortest, none that must evict while another need not, and of the rest in turn by weight. A
-    load's goes to the one that has it. What there is of TransferEngine's calls has its arguments, errors and results.
+    Where a chunk is, and goes, placement.py says. What there is of TransferEngine's calls has its arguments, errors and
+    results.
 
     Args:
         engines: at least one; `shutdown` ends them, their stores stay the caller's. With `second_touch_names` they
@@ -63,11 +59,8 @@ class SpreadEngine:
     """
 
     def __init__(self, engines: Sequence[TransferEngine], weights: Sequence[float]) -> None:
-        if not engines or len(weights) != len(engines) or min(weights) <= 0:
-            raise ConfigError(f"{len(engines)} engines need as many positive weights, not {list(weights)}")
-        self._engines, self._weights = tuple(engines), tuple(weights)
-        self._turns = [0.0] * len(engines)  # the one with the least is next: chunks sent there by their weight
-        self._turn = 0.0  # of the last that was chosen; who took no stores for a while does not catch up
+        self._engines = tuple(engines)
+        self._placement = Placement(self._engines, weights)
         self._under_way: dict[bytes, dict[int, int]] = {}  # key that is being stored: by job, on which engine
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
@@ -96,7 +89,7 @@ class SpreadEngine:
 
     def holds(self, key: bytes) -> bool:
         """`lookup` of one key."""
-        return self._engines[self._home(key)].holds(key)
+        return self._engines[self._placement.home(key)].holds(key)
 
     def touch(self, keys: Iterable[bytes], access: Access | None = None) -> None:
         """As TransferEngine.touch. A root hears of the keys that it has: the others' are no gaps in its chains."""
@@ -142,49 +135,14 @@ class SpreadEngine:
         for engine in self._engines:
             engine.begin()
 
-    def _home(self, key: bytes) -> int:
-        """Which engine has the key, one that answers loads if there is one; the first, which will miss it, if none."""
-        having = [number for number, engine in enumerate(self._engines) if engine.contains(key)]
-        return next((number for number in having if self._engines[number].answers_loads), (having or [0])[0])
-
-    @staticmethod
-    def _preferred(outlooks: Sequence[Outlook]) -> set[int]:
-        """Those that do not lag behind the quickest, and of them those that would evict nothing, if there are any."""
-        least = min(each.queue_seconds for each in outlooks)
-        quick = {number for number, each in enumerate(outlooks) if each.queue_seconds <= least + LAG_S}
-        return {number for number in quick if outlooks[number].has_room} or quick
-
-    def _place(self, key: bytes, job: _Job, affords: list[float], preferred: set[int]) -> int:
-        """Which engine is to store the key. (One that has it and answers no load would keep it from everybody.)
-
-        Args:
-            affords: chunks that each one's write budget still holds: as long as one holds any, it goes there, so that
-                what a short budget keeps of a chain is its head.
-            preferred: where drives are quick and have room.
-        """
-        having = [number for number, engine in enumerate(self._engines) if engine.contains(key)]
-        for number in having:
-            if self._engines[number].answers_loads:
-                return number
-        for number in self._under_way.get(key, {}).values():
-            if self._engines[number].takes_stores:
-                return self._note(key, job, number)
-        others = [number for number in range(len(self._engines)) if number not in having]
-        choice = [number for number in others if self._engines[number].takes_stores]
-        choice = [number for number in choice if affords[number] >= 1] or choice
-        if not choice and having:
-            return having[0]
-        better = [number for number in choice if number in preferred]
-        number = min(better or choice or others, key=lambda n: max(self._turns[n], self._turn))
-        self._turn = max(self._turns[number], self._turn)
-        self._turns[number] = self._turn + 1 / self._weights[number]
-        affords[number] -= 1
-        return self._note(key, job, number)
-
-    def _note(self, key: bytes, job: _Job, number: int) -> int:
-        """A job has a key under way to an engine, until it ends, whatever others that have it end with."""
-        self._under_way.setdefault(key, {})[job.job_id] = number
-        job.placed.append(key)
+    def _place(self, key: bytes, job: _Job, found: Round) -> int:
+        """Which engine is to store the key. A job has it under way until it ends, whatever others end with."""
+        under_way = self._under_way.get(key, {}).values()
+        joined = next((number for number in under_way if self._engines[number].takes_stores), None)
+        number, is_stored = self._placement.place(key, found, joined)
+        if is_stored:
+            self._under_way.setdefault(key, {})[job.job_id] = number
+            job.placed.append(key)
         return number
 
     def _submit(
@@ -206,10 +164,8 @@ class SpreadEngine:
         with self._lock:
             if job_id in self._jobs:
                 raise LayoutError(f"job {job_id} is still open")
-            outlooks = [engine.outlook for engine in self._engines] if store else []
-            affords = [each.affords for each in outlooks]
-            preferred = self._preferred(outlooks) if store else set()
-            homes = [self._place(key, job, affords, preferred) if store else self._home(key) for key in keys]
+            found = self._placement.look() if store else None
+            homes = [self._placement.home(key) if found is None else self._place(key, job, found) for key in keys]
             where = np.asarray(homes, np.int64)
             numbers = list(dict.fromkeys(homes)) or [0]
             parts = {number: np.flatnonzero(where == number) for number in numbers}
@@ -294,9 +250,7 @@ class SpreadEngine:
 
     def metrics(self) -> Metrics:
         """The sums: gauges too, so that `kvxfer_breaker_state` says how many drives are in a state."""
-        each = [engine.metrics() for engine in self._engines]
-        drives = {key: value for one in each for key, value in one.drives.items()}
-        return Metrics(add_up(one.engine for one in each), add_up_stores(one.store for one in each), id(self), drives)
+        return together([engine.metrics() for engine in self._engines], id(self))
 
     def shutdown(self, timeout: float | None = None) -> int:
         """As TransferEngine.shutdown, of all at once."""

@@ -56,6 +56,11 @@ class SlotSupply:
         """Of the namespace that tickets which start now are about."""
         return self._registration.digest
 
+    @property
+    def at_hand(self) -> int:
+        """How many slots `take` would find."""
+        return len(self._free)
+
     def take(self, n: int) -> list[Reservation]:
         """Up to n slots; fewer where there are no more at hand, and then more will be another time."""
         with self._work:

@@ -5,6 +5,9 @@
 
 Every rank moves its own part of every chunk of a ticket and settles it exactly once. A chunk counts when all ranks have
 settled it without a failure.
+
+Over several roots (spread_coordinator.py, spread_ranks.py) a SpreadTicket has a Ticket for each root that has some of
+its chunks, and a Report has a Report for each root.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field
 from kvxfer.jobs import LOAD, ChunkError, Status
 
 NOWHERE = -1  # Place.slab of a chunk that is not in the store
+NOT_BEGUN = -1  # number of the tickets of loads that could not begin: nothing of them arrives, and nobody settles them
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,38 @@ class Ticket:
     direct: bool  # whether its files are opened with O_DIRECT
     places: tuple[Place, ...]  # in prefix order
     seconds: float | None = None  # loads: a rank ends it so long after it began, with what has arrived
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it is a load."""
+        return self.direction == LOAD
+
+    @property
+    def chunks(self) -> int:
+        """How many there are."""
+        return len(self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a ticket is on one of several roots."""
+
+    root: int
+    ticket: Ticket  # of the root's own coordinator
+    positions: tuple[int, ...]  # in the whole, of each of its places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadTicket:
+    """One load or store over several roots. A rank settles each part to its root, all of them when the last has ended.
+
+    What is in no part is a miss.
+    """
+
+    number: int  # of its coordinator; never given twice
+    direction: int  # jobs.STORE or jobs.LOAD
+    chunks: int
+    parts: tuple[Part, ...]  # one at most for each root
 
     @property
     def is_load(self) -> bool:
@@ -86,9 +122,10 @@ class Report:
     lost: dict[int, int] = field(default_factory=dict)  # generation: ranks whose write into it has not returned
     returned: dict[int, int] = field(default_factory=dict)  # generation: ranks whose lost write has returned now
     totals: dict[int, dict[str, int]] = field(default_factory=dict)  # by rank: its runner's counters
+    roots: dict[int, Report] = field(default_factory=dict)  # of several: what there is to say of each
 
     def __bool__(self) -> bool:
-        return bool(self.settled or self.lost or self.returned or self.totals)
+        return bool(self.settled or self.lost or self.returned or self.totals or self.roots)
 
     def merge(self, other: Report) -> None:
         """Takes in other ranks' report."""
@@ -98,6 +135,8 @@ class Report:
             for generation, ranks in theirs.items():
                 mine[generation] = mine.get(generation, 0) + ranks
         self.totals |= other.totals
+        for root, report in other.roots.items():
+            self.roots.setdefault(root, Report()).merge(report)
 
 
 def chunk_errors(failed: dict[int, Failure], where: Iterable[str] = ()) -> tuple[ChunkError, ...]:

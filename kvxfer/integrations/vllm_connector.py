@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -28,6 +29,7 @@ from kvxfer.integrations.vllm_pages import pages_of
 from kvxfer.integrations.vllm_rank import KvxferWorker
 from kvxfer.integrations.vllm_setup import CONNECTOR, SPEC, refuse, setup_of
 from kvxfer.ranks import Rank
+from kvxfer.spread_ranks import SpreadRank
 from kvxfer.tickets import Report
 
 __all__ = ["KvxferConnector", "KvxferOffloadingSpec", "KvxferWorkerMetadata"]
@@ -84,7 +86,7 @@ class KvxferOffloadingSpec(OffloadingSpec):
         return definitions()
 
     def get_manager(self) -> KvxferManager:
-        """The scheduler's half; opens the root."""
+        """The scheduler's half; opens the roots."""
         if self._manager is None:
             self._manager = KvxferManager(self.setup)
         return self._manager
@@ -94,10 +96,20 @@ class KvxferOffloadingSpec(OffloadingSpec):
         if self._worker is None:
             if self.pages is None:
                 raise LayoutError("vLLM asked for a worker without KvxferConnector.register_kv_caches")
-            tier = self.setup.config.tier
-            rank = Rank(tier.store.root, self.pages, config=tier.engine, number=self.setup.shard.tp_rank)
-            self._worker = KvxferWorker(rank, self.setup.blocks_per_chunk)
+            self._worker = KvxferWorker(self._rank(), self.setup.blocks_per_chunk)
         return self._worker
+
+    def _rank(self) -> Rank | SpreadRank:
+        """Over the one root, or one over each of several."""
+        tier, number = self.setup.config.tier, self.setup.shard.tp_rank
+        with ExitStack() as undo:
+            ranks: list[Rank] = []
+            for store in tier.stores:
+                rank = Rank(store.root, self.pages, config=tier.engine, number=number, io=store.io, direct=store.direct)
+                undo.callback(rank.shutdown)
+                ranks.append(rank)
+            undo.pop_all()
+        return ranks[0] if len(ranks) == 1 else SpreadRank(ranks)
 
 
 class KvxferConnector(OffloadingConnector):
@@ -105,7 +117,7 @@ class KvxferConnector(OffloadingConnector):
 
     Raises:
         ConfigError: a key is unknown, missing or cannot work, or this server cannot run with it.
-        FormatError, StoreError, IOFault: the root cannot be opened; says why.
+        FormatError, StoreError, IOFault: a root cannot be opened; says why.
     """
 
     # 0.28 asks whether it may make one tensor of all layers: heads would not be certified in it.

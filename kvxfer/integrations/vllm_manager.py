@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.coordinator import Coordinator
 from kvxfer.integrations import vllm_compat as compat
 from kvxfer.integrations.vllm_compat import (
     LoadStoreSpec,
@@ -24,20 +23,20 @@ from kvxfer.integrations.vllm_compat import (
 )
 from kvxfer.integrations.vllm_deadline import patience
 from kvxfer.integrations.vllm_events import EventLog
-from kvxfer.integrations.vllm_journal import Journal, policies
+from kvxfer.integrations.vllm_journal import Journal
 from kvxfer.integrations.vllm_metrics import Told
+from kvxfer.integrations.vllm_roots import CoordinatedRoots
 from kvxfer.integrations.vllm_setup import Setup
 from kvxfer.jobs import LOAD, STORE
 from kvxfer.layout import kvx1_slot
 from kvxfer.pace import Pace
 from kvxfer.report import engine_reporter
-from kvxfer.store import Access, Store
-from kvxfer.tickets import NOWHERE, Place, Report, Ticket
+from kvxfer.store import Access
+from kvxfer.tickets import Report, SpreadTicket, Ticket
 
 __all__ = ["KvxferManager", "SlotsSpec"]
 
 OWNER = "kvxfer"  # what KV events say
-NOT_BEGUN = -1  # number of the ticket of a load that could not begin
 STATS_S = 0.25  # metrics are told at most this often
 _DIRECTIONS = {LOAD: "load", STORE: "store"}
 
@@ -46,14 +45,14 @@ _DIRECTIONS = {LOAD: "load", STORE: "store"}
 class SlotsSpec(LoadStoreSpec):
     """Where the chunks of a job are on the drive: what vLLM carries from the scheduler to every rank."""
 
-    ticket: Ticket
+    ticket: Ticket | SpreadTicket
 
 
 class KvxferManager(OffloadingManager):
     """Which chunks are on the drive, and what becomes of those under way: by the ranks' reports alone.
 
     Raises:
-        ConfigError, FormatError, StoreError, IOFault: the root cannot be opened; says why.
+        ConfigError, FormatError, StoreError, IOFault: a root cannot be opened; says why.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -64,26 +63,17 @@ class KvxferManager(OffloadingManager):
         events = tier.enable_kv_events and setup.events
         if tier.enable_kv_events and not events:
             engine_reporter.warn("events", "enable_kv_events is set, but vLLM's KV events are off: there are none")
-        self._store = Store.open(
-            tier.store,
-            writers=tier.engine.io_threads,
-            policy=policies(tier.store.policy, journal),
+        self._roots = CoordinatedRoots(
+            tier,
+            setup.namespace,
+            lambda alignment: kvx1_slot(setup.geometry, blocks_per_chunk=setup.blocks_per_chunk, alignment=alignment),
+            journal,
+            ranks=setup.shard.tp_size,
+            at_hand=setup.step_chunks,
+            stored=self._stored,
         )
-        try:
-            slot = kvx1_slot(setup.geometry, blocks_per_chunk=setup.blocks_per_chunk, alignment=self._store.alignment)
-            self._coordinator = Coordinator(
-                self._store,
-                setup.namespace,
-                slot,
-                ranks=setup.shard.tp_size,
-                config=tier.engine,
-                at_hand=setup.step_chunks,
-                stored=self._stored,
-            )
-        except BaseException:  # whatever it is, the root must not stay open behind a server that there is not
-            self._store.close()
-            raise
-        self._events = EventLog(journal, frozenset((self._coordinator.digest,)), self._contains) if events else None
+        self._coordinator = self._roots.coordinator
+        self._events = EventLog(journal, self._coordinator.digests, self._coordinator.contains) if events else None
         self._broken: set[str] = set()  # requests for which a call of ours failed: they miss
         self._live: set[str] = set()  # requests that have not finished
         self._left_out: set[str] = set()  # those of them of which nothing is stored or loaded
@@ -152,10 +142,7 @@ class KvxferManager(OffloadingManager):
         except Exception as exc:  # nothing arrives, and nothing of this request is asked for again
             _report("load", exc)
             self._broken.add(req_context.req_id)
-            places = tuple(Place(key, NOWHERE, 0, 0) for key in keys)
-            return SlotsSpec(
-                Ticket(number=NOT_BEGUN, direction=LOAD, digest=bytes(32), alignment=4096, direct=False, places=places)
-            )
+            return SlotsSpec(self._coordinator.nowhere(keys))
 
     def _seconds(self, chunks: int) -> float | None:
         """How long a load of so many chunks may take: no longer than recomputing them would."""
@@ -189,7 +176,6 @@ class KvxferManager(OffloadingManager):
             Requests that did not get all that was to be loaded for them.
         """
         try:
-            report.settled.pop(NOT_BEGUN, None)
             return self._coordinator.settle(report)
         except Exception as exc:  # some slots stay taken, and what failed for whom is not known: nobody asks again
             _report("report", exc)
@@ -210,15 +196,12 @@ class KvxferManager(OffloadingManager):
         if self._events is not None:
             self._events.stored(keys)
 
-    def _contains(self, key: bytes) -> bool:
-        return self._store.contains(self._coordinator.digest, key)
-
     def take_events(self) -> Iterable[Any]:
         """KV events: chunks that this server stored, and those of them that are gone since."""
         if self._events is None or self._closed:
             return ()
         try:
-            told = self._events.take(frozenset((self._coordinator.digest,)))
+            told = self._events.take(self._coordinator.digests)
         except Exception as exc:  # some are not told: events are hints
             _report("events", exc)
             return ()
@@ -242,14 +225,14 @@ class KvxferManager(OffloadingManager):
             _report("reset", exc)
 
     def shutdown(self) -> None:
-        """Publish what all ranks have sealed, and give the root back. Bounded; twice is fine."""
+        """Publish what all ranks have sealed, and give the roots back. Bounded; twice is fine."""
         if self._closed:
             return
         self._closed = True
         try:
             self._coordinator.shutdown()
         finally:
-            self._store.close()
+            self._roots.close()
 
     def get_stats(self) -> Any | None:
         """What has changed since the last call, at most every STATS_S."""
@@ -258,8 +241,8 @@ class KvxferManager(OffloadingManager):
             return None
         self._told_at = now
         try:
-            for direction, seconds in self._coordinator.take_seconds():
-                self._told.observe(_DIRECTIONS[direction], self._store.io_mode, seconds)
+            for direction, path, seconds in self._coordinator.take_seconds():
+                self._told.observe(_DIRECTIONS[direction], path, seconds)
             return self._told.news(self._coordinator.metrics())
         except Exception as exc:  # told with the next: they are totals
             _report("metrics", exc)

@@ -1,4 +1,4 @@
-"""The worker's half of KvxferConnector: vLLM's OffloadingWorker over one rank (kvxfer/ranks.py).
+"""The worker's half of KvxferConnector: vLLM's OffloadingWorker over one rank (kvxfer/ranks.py, spread_ranks.py).
 
 vLLM asserts that a job succeeds. So every job does, with one acknowledgement from every rank, and what did not arrive
 is said as block ids, in the same pass as the report to the coordinator. Nothing here raises into vLLM.
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import KvxferError, LayoutError
 from kvxfer.integrations.vllm_compat import OffloadingWorker, TransferResult
-from kvxfer.jobs import Status
 from kvxfer.ranks import Ended, Rank
 from kvxfer.report import engine_reporter
-from kvxfer.tickets import Failure, Report, Settled, Ticket
+from kvxfer.spread_ranks import SpreadRank
+from kvxfer.tickets import Report, SpreadTicket, Ticket
 
 __all__ = ["KvxferWorker"]
 
@@ -25,10 +25,10 @@ __all__ = ["KvxferWorker"]
 class KvxferWorker(OffloadingWorker):
     """Moves this rank's part of jobs between its pages and slots on the drive."""
 
-    def __init__(self, rank: Rank, blocks_per_chunk: int) -> None:
-        self._rank, self._per_chunk = rank, blocks_per_chunk
+    def __init__(self, rank: Rank | SpreadRank, blocks_per_chunk: int) -> None:
+        self._rank: Any = rank  # which takes the tickets of its own coordinator, whose kind it is of
+        self._per_chunk = blocks_per_chunk
         self._jobs: dict[int, list[int]] = {}  # by ticket: vLLM's jobs (a load that did not begin has no own number)
-        self._unbegun: list[Ended] = []
         self._invalid: set[int] = set()
         self._report = Report()
         self._closed = False
@@ -41,28 +41,25 @@ class KvxferWorker(OffloadingWorker):
         """Start a load. True."""
         return self._submit(job_id, dst_spec, src_spec.ticket)
 
-    def _submit(self, job_id: int, blocks: Any, ticket: Ticket) -> bool:
+    def _submit(self, job_id: int, blocks: Any, ticket: Ticket | SpreadTicket) -> bool:
         self._jobs.setdefault(ticket.number, []).append(job_id)
         table = np.empty((0, self._per_chunk), np.int64)
         try:
-            table = block_table_of(blocks, len(ticket.places), self._per_chunk)
+            table = block_table_of(blocks, ticket.chunks, self._per_chunk)
             self._rank.submit(ticket, table)
         except Exception as exc:  # the job was accepted: it ends, and nothing of it has arrived
             known = isinstance(exc, KvxferError)
             engine_reporter.warn("rank", f"a job could not be started: {exc}", exc_info=None if known else exc)
-            failed = dict.fromkeys(range(len(ticket.places)), Failure(Status.STALLED))
-            if len(table) != len(ticket.places):
+            if len(table) != ticket.chunks:
                 table = np.array([[int(block)] for block in blocks.block_ids], np.int64)
-                failed |= dict.fromkeys(range(len(table)), Failure(Status.STALLED))
-            self._unbegun.append(Ended(ticket, table, Settled(1, failed)))
+            self._rank.fail(ticket, table)
         return True
 
     def get_finished(self) -> list[Any]:
         """Jobs that have ended since the last call, all of them with success: see `take_invalid`."""
-        ended, self._unbegun = self._unbegun, []
-        self._report.settled |= {one.ticket.number: one.settled for one in ended}
+        ended: list[Ended] = []
         try:
-            ended += self._rank.collect()
+            ended = self._rank.collect()
             self._report.merge(self._rank.report())
         except Exception as exc:  # the next step asks again
             engine_reporter.warn("rank", f"ended jobs could not be collected: {exc}", exc_info=exc)

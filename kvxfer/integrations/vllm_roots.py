@@ -1,7 +1,11 @@
-"""The roots of a tier: opened together, each with an engine of its own over vLLM's rows. Needs no vLLM."""
+"""The roots of a server, opened together. Needs no vLLM.
+
+A tier's have an engine each over vLLM's rows; a connector's have a coordinator each.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
@@ -9,17 +13,20 @@ from numpy.typing import NDArray
 
 from kvxfer.admission import SecondTouch
 from kvxfer.convert.pages import KVPages
+from kvxfer.coordinator import Coordinator
 from kvxfer.engine import TransferEngine
 from kvxfer.integrations.vllm_config import TierConfig
 from kvxfer.integrations.vllm_journal import Journal, policies
 from kvxfer.keys import Namespace
 from kvxfer.layout import row_mapping
+from kvxfer.slot import SlotLayout
 from kvxfer.spread import SpreadEngine
+from kvxfer.spread_coordinator import SpreadCoordinator
 from kvxfer.store import Store
 
 
 class Roots:
-    """One root, or several on drives of their own behind one engine's face.
+    """One root of a tier, or several on drives of their own behind one engine's face.
 
     Args:
         rows: uint8 [num_rows * row_bytes], vLLM's primary tier.
@@ -34,9 +41,7 @@ class Roots:
     def __init__(
         self, config: TierConfig, namespace: Namespace, rows: NDArray[np.uint8], num_rows: int, journal: Journal
     ) -> None:
-        policy = policies(config.store.policy, journal)
-        names = config.engine.second_touch_names
-        second_touch = SecondTouch(names) if names else None  # one for all roots
+        policy, second_touch = policies(config.store.policy, journal), _second_touch(config)
         self.stores: list[Store] = []
         self._engines: list[TransferEngine] = []
         with ExitStack() as undo:
@@ -67,3 +72,62 @@ class Roots:
         with ExitStack() as stack:
             for store in self.stores:
                 stack.callback(store.close)
+
+
+class CoordinatedRoots:
+    """One root of a connector, or several on drives of their own behind one coordinator's face.
+
+    Args:
+        slot: of a root with a given alignment.
+        journal: hears of chunks that come and go, in whatever root.
+        ranks, at_hand, stored: as Coordinator's, for each root.
+
+    Raises:
+        KvxferError: a root that cannot be opened; those before it were closed again.
+    """
+
+    coordinator: Coordinator | SpreadCoordinator
+
+    def __init__(
+        self,
+        config: TierConfig,
+        namespace: Namespace,
+        slot: Callable[[int], SlotLayout],
+        journal: Journal,
+        *,
+        ranks: int,
+        at_hand: int,
+        stored: Callable[[list[bytes]], None],
+    ) -> None:
+        policy, second_touch = policies(config.store.policy, journal), _second_touch(config)
+        self.stores: list[Store] = []
+        coordinators: list[Coordinator] = []
+        with ExitStack() as undo:
+            for each in config.stores:
+                store = Store.open(each, writers=config.engine.io_threads, policy=policy)
+                undo.callback(store.close)
+                coordinator = Coordinator(
+                    store, namespace, slot(store.alignment), ranks=ranks, config=config.engine, at_hand=at_hand,
+                    stored=stored, second_touch=second_touch,
+                )  # fmt: skip
+                undo.callback(coordinator.shutdown)
+                self.stores.append(store)
+                coordinators.append(coordinator)
+            undo.pop_all()
+        if len(coordinators) == 1:
+            self.coordinator = coordinators[0]
+        else:
+            weights = [store.config.capacity_bytes for store in self.stores]
+            self.coordinator = SpreadCoordinator(coordinators, weights)
+
+    def close(self) -> None:
+        """Gives the roots back; the coordinator was shut down."""
+        with ExitStack() as stack:
+            for store in self.stores:
+                stack.callback(store.close)
+
+
+def _second_touch(config: TierConfig) -> SecondTouch | None:
+    """One for all roots, if there is to be one."""
+    names = config.engine.second_touch_names
+    return SecondTouch(names) if names else None

@@ -58,8 +58,6 @@ class ConnectorConfig:
         except ConfigError as exc:
             exc.add_note(f"a key of kv_connector_extra_config[{KEY!r}]")
             raise
-        if len(config.stores) > 1:
-            raise ConfigError(f"{KEY} key root_dir={raw['root_dir']!r}: the connector has one root; give one path")
         return cls(tier=config, allow_load_failures=allow)
 
 

@@ -48,6 +48,13 @@ class IOMode:
         return f"{self.backend} {'direct' if self.direct else 'buffered'}"
 
 
+def nearest(path: Path) -> Path:
+    """The path, or of what it lies in the nearest directory that exists: where what is to be made there is tried."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def probe_mode(directory: Path, direct: str = "auto", timeout_s: float | None = None) -> IOMode:
     """Tries direct I/O in `directory`: opens a file with O_DIRECT, preallocates it, writes, reads back and compares.
 

@@ -14,7 +14,7 @@ import lmdb
 
 from kvxfer.config import StoreConfig, slab_cost
 from kvxfer.errors import ConfigError, FormatError, IOFault
-from kvxfer.io.modes import IOMode, probe_mode, refuse_network
+from kvxfer.io.modes import IOMode, nearest, probe_mode, refuse_network
 from kvxfer.io.system import mkdir_within, sync_directory, sys_close, sys_fdatasync, sys_open, try_unlink
 from kvxfer.io.uring import choose_backend
 from kvxfer.report import reporter
@@ -80,7 +80,7 @@ def lock_root(config: StoreConfig) -> tuple[RootLock, IOMode | None]:
     _check_descriptors(config)
     mode: IOMode | None = None
     if read_root(root) is None:
-        mode = _mode_of(_nearest(root), config)  # refuses before anything is made
+        mode = _mode_of(nearest(root), config)  # refuses before anything is made
         make_directories(root, config.durability == "power")
     _check_owner(root)
     return RootLock.open(root), mode
@@ -128,12 +128,6 @@ def _check_limits(config: StoreConfig, theirs: StoreConfig, lock: RootLock) -> N
                 f"{name}={getattr(config, name)}, but processes {lock.pids()} have {config.root} open with "
                 f"{name}={getattr(theirs, name)}: processes of one root share its limits and its durability"
             )
-
-
-def _nearest(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def _check_descriptors(config: StoreConfig) -> None:

@@ -20,7 +20,7 @@ from kvxfer.jobs import JobRunner, Status
 from kvxfer.store import Store
 from kvxfer.testing import FakeDevice, FaultyIO
 from tests.device.rig import JUNK, device_threads
-from tests.engine.ranks_rig import Group
+from tests.engine.ranks_rig import Group, Server
 from tests.engine.rig import Node, keys_of, namespace_of, ranks
 
 # Collected here once more, so that the fixture below puts a device under them.
@@ -60,6 +60,19 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeDevice]]:
     yield made
     assert [device.defects for device in made] == [[] for _ in made]
     until(lambda: not device_threads(), "no runner's thread is left")
+
+
+def test_ranks_over_two_roots_move_pages_of_one_device(
+    tmp_root: Path, devices: list[FakeDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a runner of its own over the same pages, for each root."""
+    monkeypatch.setattr(Server, "roots", 2)
+    with Server(tmp_root, 2) as source:
+        assert source.put(range(12)) and {source.home(number) for number in range(12)} == {0, 1}
+        assert len(devices) == 2 * 2
+    with Server(tmp_root, 1, "hnd", filled=False) as target:
+        assert target.get(range(12)) == [Status.OK] * 12
+        target.expect(range(12))
 
 
 def test_what_is_queued_before_a_submit_comes_before_the_job(tmp_root: Path, devices: list[FakeDevice]) -> None:

@@ -14,11 +14,14 @@ import pytest
 from kvxfer.jobs import Status
 from kvxfer.ranks import Ended
 from kvxfer.testing import FaultyIO
-from kvxfer.tickets import NOWHERE, Failure, Report, Settled, Ticket
-from tests.engine.ranks_rig import GEOMETRY, Server, keys_of
+from kvxfer.tickets import NOWHERE, Failure, Report, Settled, SpreadTicket, Ticket
+from tests.engine.ranks_rig import GEOMETRY, Server, keys_of, one_root, two_as_one
 from tests.oracle import Model
 
+__all__ = ["two_as_one"]  # every test here is run over one root and over two
 
+
+@one_root
 def test_a_rank_that_names_chunks_that_the_ticket_has_not(tmp_root: Path) -> None:
     """It costs nobody else anything: other tickets of the same report end, and this one too."""
     with Server(tmp_root, 1) as server:
@@ -46,7 +49,8 @@ def test_a_listener_that_raises_does_not_end_the_publishing(tmp_root: Path) -> N
             told.extend(keys)
             raise RuntimeError("a defect of whoever listens")
 
-        server.coordinator._stored = stored
+        for each in server.coordinators:
+            each._stored = stored
         server.put([0])
         server.put([1])
         assert told == keys_of([0, 1]) and server.hits([0, 1]) == [0, 1]
@@ -84,17 +88,16 @@ def test_random_runs_with_room_for_a_few_chunks(tmp_root: Path, tp_size: int, se
                     run.free()
         io.release()
         end = time.monotonic() + 30
-        while server.coordinator.is_busy or server.store.stats().quarantined_slots:
+        while server.coordinator.is_busy or server.total("quarantined_slots"):
             assert time.monotonic() < end
             run.step()
         run.check()
         assert run.arrived > 0 and not run.jobs
-        assert not server.coordinator._outstanding and not server.coordinator._writing
-        assert set(server.coordinator._queued.values()) == {0}
+        for each in server.coordinators:
+            assert not each._outstanding and not each._writing and set(each._queued.values()) == {0}
         server.group.shutdown()
         assert server.coordinator.shutdown(5.0)
-        stats = server.store.stats()
-        assert (stats.pinned_entries, stats.reserved_slots, stats.quarantined_slots) == (0, 0, 0)
+        assert [server.total(what) for what in ("pinned_entries", "reserved_slots", "quarantined_slots")] == [0] * 3
 
 
 MANY = Model.random(GEOMETRY, 40)
@@ -102,7 +105,9 @@ NOBODYS = 0xEE
 
 
 class Job:
-    def __init__(self, ticket: Ticket, chunks: list[int], blocks: list[int], epoch: int, ranks: int) -> None:
+    def __init__(
+        self, ticket: Ticket | SpreadTicket, chunks: list[int], blocks: list[int], epoch: int, ranks: int
+    ) -> None:
         self.ticket, self.chunks, self.blocks, self.epoch = ticket, chunks, blocks, epoch
         self.left = set(range(ranks))
 
@@ -184,7 +189,7 @@ class Run:
         seconds = self.rng.choice([None, None, 0.0, 0.05])
         self.begin(self.server.coordinator.load(keys_of(chunks), "a", seconds=seconds), chunks, blocks)
 
-    def begin(self, ticket: Ticket, chunks: list[int], blocks: list[int]) -> None:
+    def begin(self, ticket: Ticket | SpreadTicket, chunks: list[int], blocks: list[int]) -> None:
         self.jobs[ticket.number] = Job(ticket, chunks, blocks, self.epoch, len(self.pages))
         self.server.group.submit(ticket, blocks)
 
@@ -234,25 +239,25 @@ def test_a_reset_that_cannot_be_written_down_is_one_all_the_same(tmp_root: Path,
         under_way = server.coordinator.store(keys_of([7]))[1]
         assert under_way is not None
         with FaultyIO() as io:
-            rule = io.fail("rename", errno.EIO) if fault == "fail" else io.hang("rename", times=1)
+            rule = io.fail("rename", errno.EIO) if fault == "fail" else io.hang("rename", times=server.roots)
             start = time.monotonic()
             assert not server.coordinator.reset(0.3)
             assert time.monotonic() - start < 15 and rule.hits > 0
             assert server.hits(range(3)) == []
             assert server.coordinator.store(keys_of([8])) == ([], None)
             ticket = server.coordinator.load(keys_of(range(3)), "a")
-            assert {place.slab for place in ticket.places} == {NOWHERE}
+            assert {place.slab for place in server.places(ticket)} == {NOWHERE}
             server.group.submit(ticket, [0, 1, 2])
             server.group.submit(under_way, [7])
             end = time.monotonic() + 10
-            while server.coordinator._open:
+            while any(each._open for each in server.coordinators):
                 assert time.monotonic() < end
                 server.coordinator.settle(server.group.report())
         end = time.monotonic() + 30
         while not server.put([8]):
             assert time.monotonic() < end
         assert server.hits([0, 1, 2, 7, 8]) == [8]
-        assert server.store.weight_epoch == 1
+        assert {store.weight_epoch for store in server.stores} == {1}
 
 
 def test_a_reset_that_could_not_be_written_down_is_tried_again_at_the_end(tmp_root: Path) -> None:

@@ -16,9 +16,11 @@ from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.coordinator import Coordinator
 from kvxfer.jobs import Status
 from kvxfer.ranks import Rank
+from kvxfer.spread_coordinator import SpreadCoordinator
+from kvxfer.spread_ranks import SpreadRank
 from kvxfer.store import Store
 from kvxfer.testing import FaultyIO
-from kvxfer.tickets import Report, Ticket
+from kvxfer.tickets import Report
 from tests.engine.ranks_rig import MODEL, keys_of
 from tests.engine.rig import namespace_of
 from tests.jobs.rig import ranks
@@ -29,10 +31,11 @@ PROCESSES = multiprocessing.get_context("forkserver")  # which has imported this
 PROCESSES.set_forkserver_preload([__name__])
 
 
-def serve(pipe: Connection, root: Path, tp_size: int, number: int, layout: str, filled: bool) -> None:
+def serve(pipe: Connection, roots: list[Path], tp_size: int, number: int, layout: str, filled: bool) -> None:
     """A rank's process: answers what it is asked, until it is told to end."""
     pages = ranks(MODEL, layout, tp_size, filled=filled)[number]
-    rank = Rank(root, lambda alignment: pages, config=CONFIG, number=number)
+    each = [Rank(root, lambda alignment: pages, config=CONFIG, number=number) for root in roots]
+    rank: Any = each[0] if len(each) == 1 else SpreadRank(each)
     while (asked := pipe.recv())[0] != "end":
         match asked:
             case ["submit", ticket, ids]:
@@ -53,19 +56,24 @@ def serve(pipe: Connection, root: Path, tp_size: int, number: int, layout: str, 
 class Server:
     """A coordinator here, and its ranks there."""
 
-    def __init__(self, root: Path, tp_size: int, layout: str, filled: bool) -> None:
+    def __init__(self, roots: list[Path], tp_size: int, layout: str, filled: bool) -> None:
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for number in range(tp_size):
             here, there = PROCESSES.Pipe()
-            process = PROCESSES.Process(target=serve, args=(there, root, tp_size, number, layout, filled), daemon=True)
+            process = PROCESSES.Process(target=serve, args=(there, roots, tp_size, number, layout, filled), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
-        self.store = Store.open(StoreConfig(root=root, capacity_bytes=64 << 20), writers=2)
+        self.stores = [Store.open(StoreConfig(root=root, capacity_bytes=64 << 20), writers=2) for root in roots]
+        self.store = self.stores[0]
         slot = ranks(MODEL, layout, tp_size, filled=False)[0].mapping.slot
-        self.coordinator = Coordinator(self.store, namespace_of(MODEL.geometry), slot, ranks=tp_size, config=CONFIG)
+        each = [
+            Coordinator(store, namespace_of(MODEL.geometry), slot, ranks=tp_size, config=CONFIG)
+            for store in self.stores
+        ]
+        self.coordinator: Any = each[0] if len(each) == 1 else SpreadCoordinator(each, [1.0] * len(each))
 
     def tell(self, *what: Any, only: Sequence[int] | None = None) -> None:
         for number, pipe in enumerate(self.pipes):
@@ -89,7 +97,7 @@ class Server:
             self.step()
             time.sleep(0.005)
 
-    def put(self, numbers: Sequence[int]) -> Ticket | None:
+    def put(self, numbers: Sequence[int]) -> Any:
         keys, ticket = self.coordinator.store(keys_of(numbers))
         if ticket is not None:
             self.tell("submit", ticket, [n for n in numbers if keys_of([n])[0] in keys])
@@ -100,8 +108,11 @@ class Server:
 
 
 @contextmanager
-def server(root: Path, tp_size: int, layout: str = "packed", *, filled: bool = True) -> Iterator[Server]:
-    one = Server(root, tp_size, layout, filled)
+def server(
+    root: Path, tp_size: int, layout: str = "packed", *, filled: bool = True, roots: int = 1
+) -> Iterator[Server]:
+    where = [root] if roots == 1 else [root / f"drive {number}" for number in range(roots)]
+    one = Server(where, tp_size, layout, filled)
     try:
         yield one
     finally:
@@ -113,19 +124,25 @@ def server(root: Path, tp_size: int, layout: str = "packed", *, filled: bool = T
             if process.is_alive():
                 process.kill()
         one.coordinator.shutdown(1.0)
-        one.store.close()
+        for store in one.stores:
+            store.close()
 
 
 @pytest.mark.parametrize(
-    ("tp_store", "tp_load"),
-    [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 4, marks=pytest.mark.slow)],
+    ("tp_store", "tp_load", "roots"),
+    [
+        (2, 1, 1),
+        (2, 1, 2),
+        pytest.param(1, 2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 4, 2, marks=pytest.mark.slow),
+    ],
 )
-def test_a_trip(tmp_root: Path, tp_store: int, tp_load: int) -> None:
-    with server(tmp_root, tp_store) as source:
+def test_a_trip(tmp_root: Path, tp_store: int, tp_load: int, roots: int) -> None:
+    with server(tmp_root, tp_store, roots=roots) as source:
         source.put(range(N))
         source.settle()
         assert source.hits() == list(range(N))
-    with server(tmp_root, tp_load, "hnd", filled=False) as target:
+    with server(tmp_root, tp_load, "hnd", filled=False, roots=roots) as target:
         ticket = target.coordinator.load(keys_of(range(N)))
         target.tell("submit", ticket, list(range(N)))
         target.settle()

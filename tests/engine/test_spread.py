@@ -12,11 +12,11 @@ import pytest
 
 from kvxfer.engine import TransferEngine
 from kvxfer.errors import ConfigError, EngineClosed, LayoutError
-from kvxfer.intake import Outlook
 from kvxfer.jobs import Status
+from kvxfer.placement import LAG_S, Outlook
 from kvxfer.policy import LRUPolicy
 from kvxfer.results import TransferResult
-from kvxfer.spread import LAG_S, SpreadEngine
+from kvxfer.spread import SpreadEngine
 from kvxfer.testing import FaultyIO
 from tests.engine.rig import GEOMETRY, Node, expect, keys_of
 from tests.oracle import Model

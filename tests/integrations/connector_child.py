@@ -23,7 +23,7 @@ class ConnectorChild(Child):
         self.connector = self.scheduler.connector
         self.manager = self.connector.connector_scheduler.manager
         self.coordinator = self.manager._coordinator
-        self.store = self.manager._store
+        self.stores = self.manager._roots.stores
         self.chain: list[bytes] = []  # the prompt's keys, in order
         self._look_up, self.manager.lookup = self.manager.lookup, self.lookup
         self._seen: list[bytes] = []
@@ -45,24 +45,28 @@ class ConnectorChild(Child):
         """Every store of the prompt is on the drive after this."""
         super().fill()
         self.settle()
-        return {"entries": self.store.stats().entries}
+        return {"entries": sum(store.stats().entries for store in self.stores)}
 
     def settle(self) -> dict[str, Any]:
         """vLLM steps only when it has requests: until nothing is under way but the last one's."""
         end = time.monotonic() + 120
         while self.coordinator.is_busy and time.monotonic() < end:
             self.llm.llm_engine.step()
-        return {"open": len(self.coordinator._open)}
+        return {"busy": self.coordinator.is_busy}
+
+    def locate(self, number: int) -> Any:
+        """Where a chunk of the prompt is, in whichever root."""
+        both = [(store, digest) for store in self.stores for digest in self.coordinator.digests]
+        return next(found for store, digest in both if (found := store.locate(digest, self.chain[number])) is not None)
 
     def damage(self, how: str, numbers: list[int]) -> dict[str, Any]:
-        digest = self.coordinator.digest
         for number in numbers:
-            path, offset, layout = self.store.locate(digest, self.chain[number])
+            path, offset, layout = self.locate(number)
             size = layout.slot_bytes
             with path.open("r+b") as file:
                 old = os.pread(file.fileno(), size, offset)
                 if how == "swap":  # with the next chunk's slot
-                    other, elsewhere, _ = self.store.locate(digest, self.chain[number + 1])
+                    other, elsewhere, _ = self.locate(number + 1)
                     with other.open("r+b") as neighbour:
                         new = os.pread(neighbour.fileno(), size, elsewhere)
                         os.pwrite(neighbour.fileno(), old, elsewhere)
@@ -78,9 +82,9 @@ class ConnectorChild(Child):
 
     def delete(self, numbers: list[int]) -> dict[str, Any]:
         """Evicted, as far as anybody can tell."""
-        entries = self.store.pin(self.coordinator.digest, [self.chain[number] for number in numbers])
-        self.store.unpin(entries)
-        return {"gone": [self.store.invalidate(entry, "other") for entry in entries]}
+        entries = self.stores[0].pin(self.coordinator.digest, [self.chain[number] for number in numbers])
+        self.stores[0].unpin(entries)
+        return {"gone": [self.stores[0].invalidate(entry, "other") for entry in entries]}
 
     def hang(self, call: str = "pread") -> dict[str, Any]:
         FaultyIO().hang(call, after=3, times=1, offset=(4096, 1 << 40))
@@ -99,12 +103,12 @@ class ConnectorChild(Child):
         return {}
 
     def usage(self) -> dict[str, Any]:
-        stats = self.store.stats()
+        each = [store.stats() for store in self.stores]
         return {
-            "entries": stats.entries,
-            "below": stats.disk_bytes <= stats.capacity_bytes,
-            "evicted": sum(stats.evictions.values()),
-            "pinned": stats.pinned_entries,
+            "entries": sum(stats.entries for stats in each),
+            "below": all(stats.disk_bytes <= stats.capacity_bytes for stats in each),
+            "evicted": sum(sum(stats.evictions.values()) for stats in each),
+            "pinned": sum(stats.pinned_entries for stats in each),
             "pace": self.manager.pace.tokens_per_s,
         }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kvxfer.tickets import Report, Settled, SpreadTicket, Ticket
 from tests.integrations.harness import ReqContext, build, keys_of, offloading_config  # skips where there is no vLLM
 
 with warnings.catch_warnings():  # torch's and vLLM's own, while they are imported
@@ -82,13 +83,15 @@ def configs(
     extra: dict[str, Any] | None = None,
     spec: Any = None,
     events: bool = False,
+    roots: int = 1,
     **changed: Any,
 ) -> tuple[Any, Any, Any]:
     """(OffloadingConfig, vllm_config, kv_cache_config); `changed`: attributes of vllm_config, by path with dots."""
+    where: Any = str(root) if roots == 1 else [str(root / f"drive {number}") for number in range(roots)]
     given = {
         "spec_name": SPEC,
         "spec_module_path": MODULE,
-        "kvxfer": {"root_dir": str(root)} | KEYS | (keys or {}),
+        "kvxfer": {"root_dir": where} | KEYS | (keys or {}),
     } | (extra or {})
     vllm_config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=given, kv_load_failure_policy="recompute"),
@@ -156,10 +159,14 @@ def caches_of(whole: torch.Tensor, tp_size: int, rank: int) -> dict[str, torch.T
 class Server:
     """The manager of one server and the workers of its ranks, and what passes between them."""
 
+    roots = 1
+
     def __init__(self, root: Path, tp_size: int = 1, *, whole: torch.Tensor | None = None, **how: Any) -> None:
+        how = {"roots": self.roots} | how
         self.tp_size, self.per_chunk = tp_size, how.get("blocks_per_chunk", 1)
         self.spec = make_spec(*configs(root, tp_size=tp_size, **how))
         self.manager = self.spec.get_manager()
+        self.stores = self.manager._roots.stores
         self.caches = [
             caches_of(torch.zeros(LAYERS, 2, BLOCKS, HEADS, TOKENS, DIM) if whole is None else whole, tp_size, rank)
             for rank in range(tp_size)
@@ -246,10 +253,40 @@ class Server:
 
     def on_slot(self, number: int, change: Callable[[bytes], bytes]) -> None:
         """Changes a chunk's slot on the drive."""
-        store, digest = self.manager._store, self.manager._coordinator.digest
+        store, digest = self._home(number)
         path, offset, layout = store.locate(digest, keys_of([number])[0])
         with path.open("r+b") as file:
             file.seek(offset)
             old = file.read(layout.slot_bytes)
             file.seek(offset)
             file.write(change(old))
+
+    def forget(self, number: int) -> None:
+        """Takes a chunk out of the root that has it."""
+        store, digest = self._home(number)
+        (entry,) = store.pin(digest, keys_of([number]))
+        store.unpin([entry])
+        assert store.invalidate(entry, "other")
+
+    def _home(self, number: int) -> tuple[Any, bytes]:
+        """The store that has a chunk, and its digest there."""
+        both = [(store, digest) for store in self.stores for digest in self.manager._coordinator.digests]
+        (home,) = [(store, digest) for store, digest in both if store.contains(digest, keys_of([number])[0])]
+        return home
+
+    @property
+    def pinned(self) -> int:
+        """Entries in use, of all roots."""
+        return sum(store.stats().pinned_entries for store in self.stores)
+
+    @staticmethod
+    def failures(report: Report, ticket: Ticket | SpreadTicket) -> set[int]:
+        """Positions in a ticket that a report says have failed."""
+        if isinstance(ticket, Ticket):
+            return set(report.settled.get(ticket.number, Settled()).failed)
+        parts = [(part, report.roots.get(part.root, Report())) for part in ticket.parts]
+        return {
+            part.positions[place]
+            for part, mine in parts
+            for place in mine.settled.get(part.ticket.number, Settled()).failed
+        }

@@ -93,7 +93,7 @@ def connector_after(root: Path, policy: str, do: Callable[[Server, Any], None]) 
         assert server.store(range(N), server.request("first")) == keys_of(range(N))
         assert server.store(range(N, N + 3), server.request("second")) == keys_of(range(N, N + 3))
         do(server, server.request("a"))
-        return state_of(server.manager._store)
+        return state_of(server.stores[0])
 
 
 @named
@@ -118,5 +118,5 @@ def test_the_connectors_later_stores_follow_what_was_loaded(tmp_path: Path) -> N
         request = placed(server.request("a"))
         assert not server.load(range(4), request, range(4))
         server.store(range(4, N), request)
-        policy = next(iter(server.manager._store._table.slabs())).policy
+        policy = next(iter(server.stores[0]._table.slabs())).policy
         assert [entry.key for entry in policy.victims(N)] == keys_of(range(N - 1, -1, -1))

@@ -115,7 +115,7 @@ def test_damage_goes_back_as_invalid_blocks_and_is_a_miss_at_once(tmp_root: Path
             assert time.monotonic() < end
             server.invalid = set()
             merged = server.step()
-            failed = {p for settled in merged.report.settled.values() for p in settled.failed}
+            failed = server.failures(merged.report, spec.ticket)
             assert (failed, server.invalid) in (({5}, {17}), (set(), set()))  # both in one pass
             said |= failed
             if said:  # by one rank, or by both
@@ -131,10 +131,7 @@ def test_a_chunk_that_goes_between_the_lookup_and_the_load(tmp_root: Path) -> No
         request = server.request("a")
         server.store(range(3), request)
         assert server.hits(range(3), request) == [0, 1, 2]
-        store, digest = server.manager._store, server.manager._coordinator.digest
-        (entry,) = store.pin(digest, keys_of([1]))
-        store.unpin([entry])
-        assert store.invalidate(entry, "other")
+        server.forget(1)
         assert server.load(range(3), request, [12, 13, 14]) == {13}
 
 
@@ -257,8 +254,7 @@ def test_a_reset_makes_all_a_miss_only_where_it_is_asked_for(tmp_root: Path, bum
         assert server.hits(range(3), request) == ([] if bump else [0, 1, 2])
         store = server.submit("submit_store", answer.store_spec, [7])
         server.finish(store, server.submit("submit_load", spec, [12, 13, 14]))
-        stats = server.manager._store.stats()
-        assert stats.pinned_entries == 0
+        assert server.pinned == 0
         assert server.hits([7], request) == ([] if bump else [7])
         end = time.monotonic() + 10
         later = server.request("b")
@@ -293,8 +289,8 @@ def test_nothing_raises_into_vllm_and_everything_ends(tmp_root: Path) -> None:
     with Server(tmp_root, 2, whole=whole_cache()) as server:
         request, other = server.request("a"), server.request("b")
         server.store(range(3), request)
-        store = server.manager._store
-        store.close()
+        for store in server.stores:
+            store.close()
         assert server.hits(range(3), request) == []
         assert server.manager.prepare_store(keys_of([5]), request) is None
         spec = server.manager.prepare_load(keys_of(range(3)), request)
@@ -323,7 +319,7 @@ def test_a_job_that_cannot_be_started_ends_all_the_same(tmp_root: Path) -> None:
         answer = server.manager.prepare_store(keys_of([5]), request)
         server.finish(server.submit("submit_store", answer.store_spec, [3, 4, 5]))
         assert server.hits([5], request) == []
-        assert server.manager._store.stats().pinned_entries == 0
+        assert server.pinned == 0
 
 
 def test_ranks_words_are_merged_as_vllm_merges_its_own() -> None:

@@ -103,6 +103,19 @@ def test_one_rank_hits_what_two_have_stored(
     assert metrics["vllm:kvxfer_load_chunks{hit}"] == 12 and not damaged(metrics)
 
 
+def test_two_ranks_over_two_roots(where: Path, model: Path, plain: list[int], tmp_root: Path) -> None:
+    """What is damaged on one root is a hole in the middle; one rank loads what two have stored."""
+    roots = {"root_dir": [str(tmp_root / "one"), str(tmp_root / "two")]}
+    setup = with_connector(model, tmp_root, arguments=TWO_RANKS, **roots)
+    steps = (["run"], ["fill"], ["run"], ["fill"], ["damage", "flip", [5]], ["run"], ["fill"], ["usage"], ["metrics"])
+    results = run_engine(where, setup, *steps)
+    runs = [result for result in results if "ids" in result]
+    assert [run["ids"] for run in runs] == [plain] * 3 and [run["cached"] for run in runs] == [0, WHOLE, FIVE]
+    assert results[-2]["pinned"] == 0 and damaged(results[-1]) == {"bad_sum": 1}
+    (result, metrics) = run_engine(where, with_connector(model, tmp_root, **roots), ["run"], ["metrics"])
+    assert (result["cached"], result["ids"]) == (WHOLE, plain) and not damaged(metrics)
+
+
 @pytest.mark.slow
 def test_two_ranks_hit_what_one_has_stored_and_damage_that_one_of_them_sees_is_both_s(
     where: Path, model: Path, plain: list[int], stored: tuple[Path, list[dict[str, Any]]]
