@@ -18,7 +18,7 @@ VLLM_JOBS ?= 2
 DIR ?=
 ARGS ?=
 CORES := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
-JOBS ?= $(shell echo $$(($(CORES) + 1)))
+JOBS ?= $(shell echo $$(($(CORES) + 2)))
 
 .PHONY: help install demo test test-slow soak campaign test-gpu kernels test-vllm test-vllm-full test-asan test-tsan check format bench bench-gpu bench-vllm build/vllm clean
 
@@ -33,7 +33,7 @@ install: $(LIBRARY) ## make .venv with the pinned packages, build csrc, install 
 demo: install ## the main job: a sharded cache to disk and back under another sharding, one block lost
 	@$(BIN)/kvxfer demo $(ARGS)
 
-# Side by side, a file at a time, one more than there are cores: most of a test's time is another process's start, or a wait.
+# Side by side, a file at a time, two more than there are cores: most of a test's time is another process's start, or a wait.
 test: install ## every test that needs no GPU, but for the slow ones; JOBS=1 one after the other
 	@$(BIN)/python -m pytest -m 'not slow and not gpu and not gds' -n $(JOBS) --dist loadfile $(ARGS)
 

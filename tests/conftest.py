@@ -25,6 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TRITON_INTERPRET", "0" if gpu else "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest goes first: files go to whichever process is free, and nobody waits for a last long one."""
+    items.sort(key=lambda item: "/soak/" not in str(item.path))
+
+
 @pytest.fixture(autouse=True)
 def no_faults_left() -> Iterator[None]:
     """Removes every fault rule after a test, and lets hanging calls go. Loads nothing by itself."""
