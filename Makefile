@@ -35,12 +35,12 @@ demo: install ## the main job: a sharded cache to disk and back under another sh
 
 # Side by side, a file at a time, two more than there are cores: most of a test's time is another process's start, or a wait.
 test: install ## every test that needs no GPU, but for the slow ones; JOBS=1 one after the other
-	@$(BIN)/python -m pytest -m 'not slow and not gpu and not gds' -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not gpu and not gds' -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: install ## the slow ones: more of what the others try a little of
 	@$(BIN)/python -m pytest -m 'slow and not gpu and not gds' --timeout 900 $(ARGS)
 	@EXAMPLES=5 $(BIN)/python -m pytest tests/properties tests/kernels/test_tables.py -m 'not slow and not gpu and not gds' \
-	--timeout 900 -n $(JOBS) --dist loadfile $(ARGS)
+	--timeout 900 -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # tests/soak: every call of a store failed once, and processes that are killed under load.
 SOAK_SECONDS ?= 600
@@ -60,7 +60,7 @@ kernels: install ## compile every kernel variant for four GPUs, without one, and
 
 # Each vLLM in an environment of its own, with kvxfer installed as a user has it: from a wheel. The tests run in a folder
 # that has links to them and not the sources, or those would be imported instead. Engines of a few GB run side by side.
-VLLM_TESTS = -m pytest tests/integrations -n $(VLLM_JOBS) --dist loadfile --timeout 900 --durations 15
+VLLM_TESTS = -m pytest tests/integrations -n $(VLLM_JOBS) --dist loadfile --no-loadscope-reorder --timeout 900 --durations 15
 build/vllm: ; @mkdir -p $@ && for each in tests bench pyproject.toml; do ln -sfn ../../$$each $@/$$each; done
 
 test-vllm: $(VLLM_VENVS:%=%/.kvxfer) build/vllm ## the core cases over real vLLMs for CPUs, in .venv-vllm* (3.5 GB, minutes the first time)
@@ -98,7 +98,7 @@ bench-vllm: $(VLLM_VENV)/.kvxfer build/vllm ## beside vLLM's own fs tier, and in
 SANITIZED := tests/native tests/io tests/jobs tests/convert tests/engine tests/store tests/properties --capture=sys \
 	--deselect tests/store/test_sharing_defects.py \
 	--deselect tests/store/test_sharing.py --deselect tests/store/test_sharing_crash.py --deselect tests/store/test_sharing_model.py \
-	-m 'not gpu and not gds and not slow' -k 'not triton' --timeout 600 -n $(CORES) --dist loadfile
+	-m 'not gpu and not gds and not slow' -k 'not triton' --timeout 600 -n $(CORES) --dist loadfile --no-loadscope-reorder
 test-asan: install ## the tests over csrc built with AddressSanitizer and UBSan
 	@KVXFER_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-lib build/asan
 	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
@@ -106,7 +106,7 @@ test-asan: install ## the tests over csrc built with AddressSanitizer and UBSan
 
 # Ten times slower than without: those where threads meet.
 THREADED := tests/native tests/io tests/jobs tests/convert tests/engine --deselect tests/engine/test_metamorphic.py \
-	--capture=sys -m 'not gpu and not gds and not slow' -k 'not triton' --timeout 600 -n $(CORES) --dist loadfile
+	--capture=sys -m 'not gpu and not gds and not slow' -k 'not triton' --timeout 600 -n $(CORES) --dist loadfile --no-loadscope-reorder
 test-tsan: install ## the tests over csrc built with ThreadSanitizer
 	@KVXFER_SANITIZE=thread $(BIN)/python setup.py -q build_ext --build-lib build/tsan
 	@LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libtsan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \

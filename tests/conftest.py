@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,8 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest goes first: files go to whichever process is free, and nobody waits for a last long one."""
-    items.sort(key=lambda item: "/soak/" not in str(item.path))
+    """What takes longest goes first, so that of several processes none works at a last long file while others are done.
+
+    (pytest-xdist's own order knows how many tests a file has, and not that a campaign is one.)
+    """
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: ("/soak/" not in str(item.path), -tests[item.path], str(item.path)))
 
 
 @pytest.fixture(autouse=True)
