@@ -42,6 +42,12 @@ class SecondTouch:
         self._old: set[int] = set()
         self._lock = threading.Lock()
 
+    def knows(self, name: Hashable) -> bool:
+        """Whether it was offered before; takes note of nothing."""
+        mark = hash(name)
+        with self._lock:  # or the sets might change places in between
+            return mark in self._young or mark in self._old
+
     def offer(self, name: Hashable) -> bool:
         """Whether it was offered before; from now on it was. Names that are equal are one."""
         mark = hash(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from kvxfer.bitmap import CompletionBitmap
 from kvxfer.breaker import Permit
 from kvxfer.config import EngineConfig
 from kvxfer.intake import Intake
-from kvxfer.jobs import LOAD, STORE, ChunkError, JobOutcome, Status
+from kvxfer.jobs import LOAD, STORE, ChunkError, Status
 from kvxfer.keys import Namespace, check_key
 from kvxfer.observe import Metrics, Observer, engine_values, report_errors, store_values
 from kvxfer.placement import Outlook
@@ -29,7 +29,7 @@ from kvxfer.results import PendingJob, TransferResult
 from kvxfer.slot import ALIGNMENT, SlotLayout
 from kvxfer.store import Access, Entry, Reservation, Store
 from kvxfer.supply import SlotSupply
-from kvxfer.tickets import NOT_BEGUN, NOWHERE, Failure, Place, Report, Settled, Ticket, chunk_errors
+from kvxfer.tickets import NOT_BEGUN, NOWHERE, Failure, Place, Report, Settled, Ticket, chunk_errors, job_outcome
 
 __all__ = ["Coordinator"]
 
@@ -91,7 +91,7 @@ class Coordinator:
         self._number = 0
         self._open: dict[int, _Open] = {}
         self._queued = {STORE: 0, LOAD: 0}  # chunks of open tickets
-        self._writing: set[bytes] = set()  # keys under way to the store
+        self._writing: dict[bytes, set[Access]] = {}  # keys under way to the store, and who found them so
         self._published: deque[tuple[_Open, list[int], list[bool]]] = deque()  # what the supply has committed
         self._committing = 0
         self._outstanding: dict[int, int] = {}  # generation: writes of ranks that were given up and have not returned
@@ -142,6 +142,10 @@ class Coordinator:
         """Whether a chunk of a store might be given a slot."""
         room = self._queued[STORE] < self.config.max_queued_store_chunks
         return self._usable and room and self._intake.refusal(STORE) is None
+
+    def knows(self, key: bytes) -> bool:
+        """Whether second touch, if it is asked for, would let the chunk be stored."""
+        return self._intake.knows(key)
 
     @property
     def outlook(self) -> Outlook:
@@ -208,12 +212,15 @@ class Coordinator:
         self._collect()
         usable = self._usable  # before the digest: see `load`
         digest = self.digest
-        absent: dict[bytes, int] = {}
-        for position, key in enumerate(keys):
-            if key not in absent and key not in self._writing and not self._store.contains(digest, key):
-                absent[key] = position
         names = tuple(map(check_key, keys))
         job = PendingJob(self._next(), STORE, names, self._blocks(len(keys)), self._access(owner, names))
+        absent: dict[bytes, int] = {}
+        for position, key in enumerate(names):
+            if (finders := self._writing.get(key)) is not None:
+                finders.add(job.access)
+                job.access.gaps.close(key)  # if it fails, this one hears of it
+            elif key not in absent and not self._store.contains(digest, key):
+                absent[key] = position
         self._store.touch(digest, names, job.access)  # what is there is used, as the engine's stores use it
         wanted, left_out = self._admitted(keys, list(absent.values()), job.access)
         paid = len(wanted)
@@ -239,7 +246,7 @@ class Coordinator:
         )
         ticket = self._ticket(job, digest, places, None)
         self._open[ticket.number] = _Open(ticket, owner, job, wanted, permit, slots=slots)
-        self._writing.update(chosen)
+        self._writing |= {key: set() for key in chosen}
         self._queued[STORE] += len(chosen)
         self._intake.weigh(job, len(chosen) * self._slot.slot_bytes)
         return chosen, ticket
@@ -316,11 +323,10 @@ class Coordinator:
             for position in [p for p in settled.failed if p >= len(one.ticket.places)]:
                 del settled.failed[position]  # blocks of a job that was not this ticket's
             one.settled.merge(settled)
-            for position, failure in settled.failed.items():
-                one.job.cut(one.index[position], failure.status)
             if one.ticket.is_load and settled.failed:
                 short.add(one.owner)
                 self._note_failures(one, settled.failed)
+            self._cut(one, settled.failed)
             if one.settled.ranks >= self._ranks:
                 del self._open[number]
                 self._queued[one.ticket.direction] -= len(one.ticket.places)
@@ -329,6 +335,13 @@ class Coordinator:
         self._collect()
         self._intake.watch()
         return short
+
+    def _cut(self, one: _Open, failed: dict[int, Failure]) -> None:
+        """What failed of a store is a gap of its request, and of those that found it under way."""
+        for position, failure in failed.items() if not one.ticket.is_load else ():
+            key = one.ticket.places[position].key
+            for access in (one.job.access, *self._writing.get(key, ())):
+                access.gaps.open(key, failure.status)
 
     def _note_failures(self, one: _Open, failed: dict[int, Failure]) -> None:
         """Of a load, on the first ranks that say so: a miss for its owner, and where it is damage for everybody."""
@@ -343,7 +356,7 @@ class Coordinator:
     def _end_load(self, one: _Open) -> None:
         failed = one.settled.failed
         self._store.unpin(one.entries)
-        self._intake.settle(LOAD, one.permit, self._outcome(one))
+        self._intake.settle(LOAD, one.permit, job_outcome(one.ticket, one.settled))
         names = ["" if entry is None else entry.slab.name for entry in one.entries]
         self._finish(one, chunk_errors(failed, names))
 
@@ -353,7 +366,7 @@ class Coordinator:
         whole = [position for position in range(len(ticket.places)) if position not in failed]
         for position in failed:
             self._quarantine_or_release(one.slots[position])
-        self._intake.settle(STORE, one.permit, self._outcome(one))
+        self._intake.settle(STORE, one.permit, job_outcome(ticket, one.settled))
         self._intake.backlog.wrote(len(whole) * self._slot.slot_bytes)
         self._intake.weigh(one.job, 0)
         mask = (1 << self._slot.blocks_per_chunk) - 1
@@ -395,11 +408,11 @@ class Coordinator:
         while self._published:
             one, whole, answers = self._published.popleft()
             self._committing -= 1
-            failed = dict(one.settled.failed)
-            for position in (position for position, there in zip(whole, answers, strict=True) if not there):
-                failed[position] = Failure(Status.INDEX)
-                one.job.cut(one.index[position], Status.INDEX)
-            self._writing.difference_update(place.key for place in one.ticket.places)
+            lost = [position for position, there in zip(whole, answers, strict=True) if not there]
+            failed = one.settled.failed | dict.fromkeys(lost, Failure(Status.INDEX))
+            self._cut(one, failed)  # what ranks said too: others may have found it under way since
+            for place in one.ticket.places:
+                self._writing.pop(place.key, None)
             one.job.moved = len(one.ticket.places) - len(failed)
             self._finish(one, chunk_errors(failed, [slot.slab.name for slot in one.slots]))
 
@@ -418,19 +431,11 @@ class Coordinator:
             CompletionBitmap.from_bools(position in arrived for position in range(len(job.keys))),
             settled.nbytes,
             settled.seconds,
-            (*dropped, *(_moved(error, one.index) for error in errors)),
+            (*dropped, *(replace(error, chunk=one.index[error.chunk]) for error in errors)),
         )
         self._observer.settle(job, result)
         if errors:
             report_errors(job, result.errors, str(self._store.config.root))
-
-    def _outcome(self, one: _Open) -> JobOutcome:
-        """What the ranks say together, as the breaker wants it."""
-        status = np.zeros(len(one.ticket.places), np.uint8)
-        for position, failure in one.settled.failed.items():
-            status[position] = Status.CANCELLED if failure.status is Status.MISS else failure.status
-        errors = chunk_errors(one.settled.failed)
-        return JobOutcome(one.ticket.number, one.ticket.direction, one.settled.nbytes, 0.0, status, errors)
 
     # ---- the rest --------------------------------------------------------------------------------------------------
 
@@ -491,7 +496,3 @@ class Coordinator:
         self._open.clear()
         engine_reporter.flush(everything=True)
         return ended
-
-
-def _moved(error: ChunkError, index: Sequence[int]) -> ChunkError:
-    return ChunkError(index[error.chunk], error.status, error.errno, where=error.where)

@@ -153,6 +153,10 @@ class TransferEngine:
         """Whether a chunk of a load would be tried now: it is turned on, and its breaker lets one pass."""
         return self._intake.room(1) > 0
 
+    def knows(self, key: bytes) -> bool:
+        """Whether second touch, if it is asked for, would let the chunk be stored."""
+        return self._intake.knows(key)
+
     @property
     def outlook(self) -> Outlook:
         """What one more store would meet."""

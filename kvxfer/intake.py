@@ -148,6 +148,10 @@ class Intake:
         paid = self._budget.take_some(slot_bytes, len(wanted))
         return wanted[:paid], refused | dict.fromkeys(wanted[paid:], Status.BUDGET)
 
+    def knows(self, key: bytes) -> bool:
+        """Whether a store would let pass a chunk that nothing else keeps out: no second touch is waited for."""
+        return self._second_touch is None or self._second_touch.knows(key)
+
     def spared(self, keys: Sequence[bytes], access: Access, present: Present) -> dict[int, Status]:
         """Why not, by their places, where all of a store that is not there was left out to spare the storage.
 
@@ -231,6 +235,22 @@ class Intake:
             )
         elif was is not BreakerState.CLOSED and breaker.state() is BreakerState.CLOSED:
             engine_reporter.warn(f"breaker {what} closed", f"the storage answers again: {what}s are on")
+
+
+def offer_whole(keys: Sequence[bytes], access: Access, present: Present, knows: Present) -> Access:
+    """To be asked about a store before each of several roots is given its part, since a root asks itself alone, and
+    has its part alone: places the keys, closes the gaps that are none, and opens those that second touch makes, so that
+    what comes behind them is left out on every root. The access.
+
+    Args:
+        keys: in prefix order (of each group).
+        present: whether any root has a chunk.
+        knows: as Intake.knows.
+    """
+    gaps, present = access.place(keys).gaps, cache(present)
+    gaps.close_some(keys, present, lambda why: not Status(why).is_shed)
+    gaps.open_others((key for key in keys if not knows(key) and not present(key)), Status.NOT_ADMITTED)
+    return access
 
 
 def _held_back(gaps: Gaps, key: bytes, present: Present, clear: Container[bytes] = ()) -> Status | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvxfer.bitmap import CompletionBitmap
 from kvxfer.engine import TransferEngine
 from kvxfer.errors import KvxferError, LayoutError
+from kvxfer.intake import offer_whole
 from kvxfer.jobs import ChunkError, Status
 from kvxfer.observe import Metrics, together
 from kvxfer.placement import Placement, Round
@@ -157,13 +158,11 @@ class SpreadEngine:
     ) -> None:
         """Hands each engine its part. What raises for the first of them raises; for others it is their part's end."""
         job = _Job(job_id, {}, np.zeros(len(keys), np.bool_))
-        if store:  # its parts share its gaps, which are places in its whole chain
-            access = (access or Access()).place(keys)
-            # Here, since an engine asks its own root, and knows its own part, alone.
-            access.gaps.close_some(keys, cache(self.contains), lambda why: not Status(why).is_shed)
         with self._lock:
             if job_id in self._jobs:
                 raise LayoutError(f"job {job_id} is still open")
+            if store:  # its parts share its gaps, which are places in its whole chain
+                access = offer_whole(keys, access or Access(), self.contains, self._engines[0].knows)
             found = self._placement.look() if store else None
             homes = [self._placement.home(key) if found is None else self._place(key, job, found) for key in keys]
             where = np.asarray(homes, np.int64)
@@ -176,14 +175,14 @@ class SpreadEngine:
             try:
                 submit(self._engines[number], job_id, [keys[i] for i in index], ids[index], access=part)
             except Exception as exc:  # other parts are under way by then: this one ends as a failed one, and says why
+                if store and part is not None:
+                    lost = keys if number == numbers[0] else [keys[i] for i in index]
+                    part.gaps.open_others(lost, Status.CANCELLED)
                 if number == numbers[0]:
                     with self._lock:
                         self._end(job_id)
                     raise
                 engine_reporter.failed("spread", f"a part of job {job_id} was refused", exc, job=job_id)
-                if store and part is not None:
-                    for i in index:
-                        part.gaps.open(keys[i], Status.CANCELLED)
                 errors = tuple(ChunkError(chunk, Status.CANCELLED) for chunk in range(len(index)))
                 self._take(number, TransferResult(job_id, CompletionBitmap.empty(len(index)), 0, 0.0, errors))
 

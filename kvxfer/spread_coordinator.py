@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache
 
 from kvxfer.coordinator import RESET_S, Coordinator
+from kvxfer.intake import offer_whole
 from kvxfer.jobs import LOAD, STORE, Status
 from kvxfer.observe import Metrics, together
 from kvxfer.placement import Placement
@@ -95,9 +95,14 @@ class SpreadCoordinator:
         return self._ticket(LOAD, len(keys), [Part(root, ticket, tuple(where[root])) for root, ticket in begun.items()])
 
     def store(self, keys: Sequence[bytes], owner: str = "") -> tuple[list[bytes], SpreadTicket | None]:
-        """As Coordinator.store."""
-        if (access := self._accesses.get(owner)) is not None:  # its parts share its gaps, which are places in its chain
-            access.place(keys).gaps.close_some(keys, cache(self.contains), lambda why: not Status(why).is_shed)
+        """As Coordinator.store. Of one that raises, what is not there is a gap of its request, whatever was begun."""
+        if (access := self._accesses.get(owner)) is None:  # its parts are one request's all the same
+            self.begin(owner)
+            try:
+                return self.store(keys, owner)
+            finally:
+                self.end(owner)
+        offer_whole(keys, access, self.contains, self._coordinators[0].knows)
         found = self._placement.look()
         homes = {key: self._placement.place(key, found, self._storing(key))[0] for key in dict.fromkeys(keys)}
         written: set[bytes] = set()
@@ -107,7 +112,11 @@ class SpreadCoordinator:
             written.update(chosen)
             return ticket
 
-        begun = self._begun(dict.fromkeys(homes.values()), begin)
+        try:
+            begun = self._begun(dict.fromkeys(homes.values()), begin)
+        except BaseException:
+            access.gaps.open_others(keys, Status.CANCELLED)
+            raise
         chosen = [key for key in homes if key in written]
         if not chosen:
             return [], None

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvxfer.jobs import LOAD, ChunkError, Status
+import numpy as np
+
+from kvxfer.jobs import LOAD, ChunkError, JobOutcome, Status
 
 NOWHERE = -1  # Place.slab of a chunk that is not in the store
 NOT_BEGUN = -1  # number of the tickets of loads that could not begin: nothing of them arrives, and nobody settles them
@@ -147,3 +149,11 @@ def chunk_errors(failed: dict[int, Failure], where: Iterable[str] = ()) -> tuple
         for position, failure in sorted(failed.items())
         if failure.status is not Status.MISS
     )
+
+
+def job_outcome(ticket: Ticket, settled: Settled) -> JobOutcome:
+    """What the ranks say together of a ticket, as the breaker wants it."""
+    status = np.zeros(ticket.chunks, np.uint8)
+    for position, failure in settled.failed.items():
+        status[position] = Status.CANCELLED if failure.status is Status.MISS else failure.status
+    return JobOutcome(ticket.number, ticket.direction, settled.nbytes, 0.0, status, chunk_errors(settled.failed))

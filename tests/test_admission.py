@@ -235,3 +235,12 @@ def test_a_drives_life() -> None:
     assert life_years(dwpd_to_bytes_per_s(1, drive), dwpd_to_endurance_bytes(1, drive, 5)) == pytest.approx(5)
     assert life_years(100e6, 7008e12) == pytest.approx(7008e12 / 100e6 / 86400 / 365.25)
     assert life_years(0, 1) == math.inf
+
+
+def test_asking_what_was_offered_is_no_offer() -> None:
+    touch = SecondTouch(2)
+    assert not touch.knows("a") and not touch.knows("a") and not touch.offer("a")
+    assert touch.knows("a")
+    for name in "bc":  # now "a" is among the old
+        touch.offer(name)
+    assert touch.knows("a") and touch.knows("c") and not touch.knows("d")

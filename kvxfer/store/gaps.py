@@ -21,13 +21,14 @@ class Gaps:
         places: of each key that was placed, where in the request it ends; None: that is not known of any.
     """
 
-    __slots__ = ("_before", "_first", "_lock", "_places", "_why")
+    __slots__ = ("_before", "_first", "_listed", "_lock", "_places", "_why")
 
     def __init__(self, before: Mapping[bytes, bytes | None], places: Mapping[bytes, int] | None) -> None:
         self._before, self._places = before, places
         self._lock = threading.Lock()
         self._why: dict[bytes, int] = {}
         self._first: dict[bytes, list[tuple[int, bytes]]] = {}  # with places, by group: a heap; closed ones linger
+        self._listed: set[bytes] = set()  # what is in a heap, once: one that is closed and opened again was there
 
     def __bool__(self) -> bool:
         return bool(self._why)
@@ -38,9 +39,16 @@ class Gaps:
         if place is None and self._places is not None:
             return
         with self._lock:
-            if place is not None and key not in self._why:
+            if place is not None and key not in self._listed:
+                self._listed.add(key)
                 heapq.heappush(self._first.setdefault(key[-GROUP_BYTES:], []), (place, key))
             self._why[key] = why
+
+    def open_others(self, keys: Iterable[bytes], why: int) -> None:
+        """`open` of those of these keys that are none yet."""
+        for key in keys:
+            if key not in self._why:
+                self.open(key, why)
 
     def close(self, key: bytes) -> None:
         """It is there, or on its way there."""
@@ -71,13 +79,15 @@ class Gaps:
             keys: in prefix order.
             again: whether a chunk that was left out for this reason may be.
         """
-        clear = set[bytes]()
+        clear, behind = set[bytes](), set[bytes]()  # what follows these is behind none, and behind one
         for key in keys if self._why else ():
-            if self.ahead(key, present, clear) is None:
+            if self._before.get(key) not in behind and self.ahead(key, present, clear) is None:
                 why = self.at(key)
                 if why is None or again(why) or present(key):
                     self.close(key)
                     clear.add(key)
+                    continue
+            behind.add(key)
 
     def _by_links(self, key: bytes, present: Callable[[bytes], bool], clear: Container[bytes]) -> int | None:
         at = self._before.get(key)
@@ -100,4 +110,5 @@ class Gaps:
                     return why
                 del self._why[gap]
             heapq.heappop(first)
+            self._listed.discard(gap)
         return None

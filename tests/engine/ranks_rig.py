@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvxfer.admission import SecondTouch
 from kvxfer.config import EngineConfig, StoreConfig
 from kvxfer.convert.pages import KVPages
 from kvxfer.coordinator import Coordinator
@@ -103,6 +104,8 @@ class Server:
         pages = ranks(model, layout, tp_size, blocks_per_chunk, filled=filled)
         self.published: list[bytes] = []
         self.parts: list[Settled] = []  # of the last ticket, by rank
+        names = self.config.second_touch_names
+        second_touch = SecondTouch(names) if names else None  # which all roots share
         self.coordinators = [
             Coordinator(
                 store,
@@ -112,6 +115,7 @@ class Server:
                 config=self.config,
                 stored=self.published.extend,
                 clock=clock,
+                second_touch=second_touch,
             )
             for store in self.stores
         ]

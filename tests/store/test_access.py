@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvxfer.coordinator import Coordinator
 from kvxfer.policy import POLICIES, LRUPolicy
 from kvxfer.policy.order import Order
-from kvxfer.store import Access, Store
+from kvxfer.store import Access, Gaps, Store
 from kvxfer.tickets import Report, Settled, Ticket
 from tests.engine.rig import GEOMETRY, Node, keys_of
 from tests.oracle import Model
@@ -263,3 +263,36 @@ def test_a_chunk_is_behind_a_gap_if_one_of_its_group_comes_before_it(
             why = {model[key(n, group)] for n in range(number) if key(n, group) in model.keys() - stored}
             found = gaps.ahead(name, stored.__contains__, clear)
             assert (found in why) if why else found is None
+
+
+def test_a_gap_that_opens_again_and_again_takes_no_more_room() -> None:
+    places = {b"%d...." % n: n for n in range(9)}
+    gaps = Gaps(dict.fromkeys(places), places)
+    for _ in range(100):
+        for key in list(places)[2:]:
+            gaps.open(key, 1)
+        for key in list(places)[3:]:
+            gaps.close(key)
+    assert sum(map(len, gaps._first.values())) <= len(places)
+    assert gaps.ahead(b"8....", lambda key: False) == 1
+    assert gaps.ahead(b"8....", lambda key: True) is None and gaps.ahead(b"2....", lambda key: False) is None
+    gaps.open(b"3....", 2)
+    assert gaps.ahead(b"8....", lambda key: False) == 2 and gaps.ahead(b"3....", lambda key: False) is None
+
+
+def test_an_offer_of_a_long_chain_behind_one_gap_looks_at_each_key_a_few_times() -> None:
+    class Counting(dict[bytes, bytes | None]):
+        looks = 0
+
+        def get(self, key: bytes, default: Any = None) -> Any:
+            self.looks += 1
+            return super().get(key, default)
+
+    keys = keys_of(range(2000))
+    before = Counting(zip(keys, [None, *keys], strict=False))
+    gaps = Gaps(before, None)
+    gaps.open(keys[5], 7)
+    gaps.close_some(keys, lambda key: key != keys[5], lambda why: False)
+    assert gaps.at(keys[5]) == 7 and before.looks < 10 * len(keys)
+    gaps.close_some(keys, lambda key: True, lambda why: False)
+    assert not gaps
