@@ -233,6 +233,17 @@ class Intake:
             engine_reporter.warn(f"breaker {what} closed", f"the storage answers again: {what}s are on")
 
 
+def place_over_roots(keys: Sequence[bytes], access: Access, present: Present) -> None:
+    """Notes the keys of a store whose chunks several roots get: their parts share the request's gaps, which are places
+    in its whole chain. Gaps that any root has filled, or that may be tried again, are closed here, since who has one
+    root asks its own store, and knows its own part, alone.
+
+    Args:
+        present: whether a key is in any root.
+    """
+    access.place(keys).gaps.close_some(keys, cache(present), lambda why: not Status(why).is_shed)
+
+
 def _held_back(gaps: Gaps, key: bytes, present: Present, clear: Container[bytes] = ()) -> Status | None:
     """Why a request's chunk is not tried: it is behind a gap, or one that is not tried again. None: it may be."""
     if (why := gaps.ahead(key, present, clear)) is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvxfer.bitmap import CompletionBitmap
 from kvxfer.engine import TransferEngine
 from kvxfer.errors import KvxferError, LayoutError
+from kvxfer.intake import place_over_roots
 from kvxfer.jobs import ChunkError, Status
 from kvxfer.observe import Metrics, together
 from kvxfer.placement import Placement, Round
@@ -157,10 +158,9 @@ class SpreadEngine:
     ) -> None:
         """Hands each engine its part. What raises for the first of them raises; for others it is their part's end."""
         job = _Job(job_id, {}, np.zeros(len(keys), np.bool_))
-        if store:  # its parts share its gaps, which are places in its whole chain
-            access = (access or Access()).place(keys)
-            # Here, since an engine asks its own root, and knows its own part, alone.
-            access.gaps.close_some(keys, cache(self.contains), lambda why: not Status(why).is_shed)
+        if store:
+            access = access or Access()
+            place_over_roots(keys, access, self.contains)
         with self._lock:
             if job_id in self._jobs:
                 raise LayoutError(f"job {job_id} is still open")

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache
 
 from kvxfer.coordinator import RESET_S, Coordinator
-from kvxfer.jobs import LOAD, STORE, Status
+from kvxfer.intake import place_over_roots
+from kvxfer.jobs import LOAD, STORE
 from kvxfer.observe import Metrics, together
 from kvxfer.placement import Placement
 from kvxfer.store import Access
@@ -96,8 +96,8 @@ class SpreadCoordinator:
 
     def store(self, keys: Sequence[bytes], owner: str = "") -> tuple[list[bytes], SpreadTicket | None]:
         """As Coordinator.store."""
-        if (access := self._accesses.get(owner)) is not None:  # its parts share its gaps, which are places in its chain
-            access.place(keys).gaps.close_some(keys, cache(self.contains), lambda why: not Status(why).is_shed)
+        if (access := self._accesses.get(owner)) is not None:
+            place_over_roots(keys, access, self.contains)
         found = self._placement.look()
         homes = {key: self._placement.place(key, found, self._storing(key))[0] for key in dict.fromkeys(keys)}
         written: set[bytes] = set()
