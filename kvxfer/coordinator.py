@@ -317,7 +317,7 @@ class Coordinator:
                 del settled.failed[position]  # blocks of a job that was not this ticket's
             one.settled.merge(settled)
             for position, failure in settled.failed.items():
-                one.job.cut(one.index[position], failure.status)
+                one.job.open_gap(one.index[position], failure.status)
             if one.ticket.is_load and settled.failed:
                 short.add(one.owner)
                 self._note_failures(one, settled.failed)
@@ -398,7 +398,7 @@ class Coordinator:
             failed = dict(one.settled.failed)
             for position in (position for position, there in zip(whole, answers, strict=True) if not there):
                 failed[position] = Failure(Status.INDEX)
-                one.job.cut(one.index[position], Status.INDEX)
+                one.job.open_gap(one.index[position], Status.INDEX)
             self._writing.difference_update(place.key for place in one.ticket.places)
             one.job.moved = len(one.ticket.places) - len(failed)
             self._finish(one, chunk_errors(failed, [slot.slab.name for slot in one.slots]))
