@@ -16,6 +16,8 @@ from kvxfer.errors import ConfigError
 
 DAY_S = 86400
 YEAR_S = 365.25 * DAY_S
+BURST_S = 60.0  # of a budget's rate: what may be written at once, unless somebody says otherwise
+LEAST_BURST = 256 << 20  # a slot is larger only where somebody meant it to be
 SPEED_WINDOW_S = 10.0  # busy time after which a measured speed counts for a third (1/e) of what it did
 
 
@@ -172,6 +174,11 @@ class Backlog:
                 return 0.0
             waited = max(0.0, self._clock() - self._since)
             return self._queued * (self._busy_s + waited) / self._bytes if self._bytes else waited
+
+
+def usual_burst(bytes_per_s: float) -> int:
+    """What a budget of that rate lets be written at once after a pause."""
+    return max(LEAST_BURST, int(BURST_S * bytes_per_s))
 
 
 def dwpd_to_bytes_per_s(dwpd: float, drive_bytes: int) -> float:

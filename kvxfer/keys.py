@@ -18,7 +18,7 @@ from kvxfer.slot import MAX_KEY_BYTES
 
 OffloadKey = NewType("OffloadKey", bytes)
 
-_GROUP_BYTES = 4
+GROUP_BYTES = 4  # at the end of a key: its KV-cache group; keys of one chain are of one group
 _MAX_HEADER = 100 << 20  # the largest header that safetensors itself reads
 _DOMAIN = b"kvxfer namespace 1\0"
 _MAX_DEPTH = 32  # of values within values
@@ -32,16 +32,11 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     """
     if not isinstance(block_hash, bytes | bytearray | memoryview):  # bytes(5) would be five zeros
         raise KvxferError(f"block_hash={block_hash!r} must be bytes")
-    if type(group_idx) is not int or not 0 <= group_idx < 1 << (8 * _GROUP_BYTES):
-        raise KvxferError(f"group_idx={group_idx!r} must be an integer in 0..{(1 << (8 * _GROUP_BYTES)) - 1}")
+    if type(group_idx) is not int or not 0 <= group_idx < 1 << (8 * GROUP_BYTES):
+        raise KvxferError(f"group_idx={group_idx!r} must be an integer in 0..{(1 << (8 * GROUP_BYTES)) - 1}")
     if not block_hash:
         raise KvxferError("block_hash is empty")
-    return check_key(bytes(block_hash) + group_idx.to_bytes(_GROUP_BYTES, "big"))
-
-
-def group_of(key: bytes) -> bytes:
-    """What `make_offload_key` put last: keys of one chain are of one group."""
-    return key[-_GROUP_BYTES:]
+    return check_key(bytes(block_hash) + group_idx.to_bytes(GROUP_BYTES, "big"))
 
 
 def check_key(key: bytes) -> OffloadKey:

@@ -228,6 +228,11 @@ _STORE_FIELDS = {
     ),
     "scrubbed_chunks": _counter("kvxfer_scrubbed_chunks_total", "Chunks that a scrub found right.", "chunks"),
     "scrubbed_bytes": _counter("kvxfer_scrubbed_bytes_total", "Their payload.", "bytes"),
+    "unreadable_chunks": _counter(
+        "kvxfer_unreadable_chunks_total",
+        "Chunks that the drive did not give a scrub; they stay, and each pass counts them again.",
+        "chunks",
+    ),
     "scrub_ended": _gauge(
         "kvxfer_last_scrub_timestamp_seconds",
         "When scrubs, of any process, last came to the end of a pass over all of the root, as known within ten "

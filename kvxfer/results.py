@@ -73,9 +73,9 @@ class PendingJob:
         """Say why a key's bit is not set."""
         self._errors.append(ChunkError(key, status))
         self.unanswered -= 1
-        self.cut(key, status)
+        self.open_gap(key, status)
 
-    def cut(self, key: int, status: Status) -> None:
+    def open_gap(self, key: int, status: Status) -> None:
         """Of a store: this chunk was left out or failed, so that what follows it in the request is behind a gap."""
         if self.direction == STORE:
             self.access.gaps.open(self.keys[key], status)
@@ -93,14 +93,14 @@ class PendingJob:
         for error in outcome.errors:
             self._errors.append(replace(error, chunk=index[error.chunk], where=where[error.chunk]))
             self.unanswered -= 1
-            self.cut(index[error.chunk], error.status)
+            self.open_gap(index[error.chunk], error.status)
 
     def withdraw(self, key: int, status: Status) -> None:
         """Take back a bit that was set."""
         self._arrived[key] = 0
         self.moved -= 1
         self._errors.append(ChunkError(key, status))
-        self.cut(key, status)
+        self.open_gap(key, status)
 
     def fail_rest(self, status: Status) -> None:
         """Answer every key that has no answer yet. (Keys that were missed are named with the rest.)"""

@@ -23,8 +23,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvxfer.cli import COMMANDS
+
 CHECKOUT = Path(__file__).parents[1]
-IMPORTED = ("kvxfer.cli", "tests.store.peer", "tests.engine.crash_child")
+IMPORTED = (
+    *(f"kvxfer.cli.{command.module}" for command in COMMANDS.values()), "tests.store.peer", "tests.engine.crash_child",
+)  # fmt: skip
 _ENVIRONMENT = {**os.environ}  # before any test has changed it
 _NUMBER = struct.Struct("i")  # what is said of a process: its id, and later its exit status
 

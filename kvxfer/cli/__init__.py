@@ -14,13 +14,67 @@ from typing import Annotated
 import typer
 
 import kvxfer
-from kvxfer.cli import bench, demo, doctor, epoch, gc, inspect, port, quota, reset, scrub, simulate, verify
+from kvxfer.cli.late import At, group
 from kvxfer.cli.output import BAD_INPUT, FAILED
 
 WRONG_BYTES = FAILED  # what the demo finds
 
+COMMANDS = {
+    "demo": At(
+        "demo", "Store a cache from one sharding, lose a block on disk, load it under another: see how far it gets."
+    ),
+    "doctor": At(
+        "doctor",
+        "Say what works here and why not: versions, devices, I/O mode of directories, memory of a configuration.",
+    ),
+    "inspect": At(
+        "inspect", "Say what is in a root: slabs, slots, entries of each namespace, the index, who has it open."
+    ),
+    "verify": At("verify", "Read every slot of a root, and check every entry's every byte against its sums."),
+    "gc": At("gc", "Remove chunks that nobody wants any more: those for which everything holds that is given."),
+    "scrub": At(
+        "scrub",
+        "Read and check what is stored, at a bounded rate, while servers serve it. What is damaged becomes a miss.",
+    ),
+    "export": At(
+        "port",
+        "Write a namespace's chunks into a file, each verified. Servers may have the root open.",
+        "export",
+        "EXPORT_EPILOG",
+    ),
+    "import": At(
+        "port",
+        "Adopt the chunks of an exported namespace, each verified. Servers may have the root open.",
+        "import_",
+        "IMPORT_EPILOG",
+    ),
+    "quota": At(
+        "quota", "Show quotas, or set those of one namespace. Servers that have the root open follow within 100 ms."
+    ),
+    "reset": At(
+        "reset",
+        "Drop everything that is stored, and raise the weight epoch. Servers may have the root open, and go on with "
+        "it.",
+        "reset",
+        "RESET_EPILOG",
+    ),
+    "rebuild-index": At(
+        "reset",
+        "Throw the index away and find it again in the slots. Not while a process has the root open.",
+        "rebuild",
+        "REBUILD_EPILOG",
+    ),
+    "simulate": At(
+        "simulate",
+        "Replay a trace of requests against policies, capacities, admission and write budgets, without moving bytes.",
+    ),
+    "epoch": At("epoch", "The weight epoch of a root.", "app"),
+    "bench": At("bench", "Microbenchmarks for operators, on checked bytes.", "app"),
+}
+
 app = typer.Typer(
     name="kvxfer",
+    cls=group(COMMANDS),
     help="Sharded, paged KV caches to NVMe and back, as far as they got.",
     epilog="Exit codes: 0 all is well; 1 wrong bytes, damage, or something that does not work, was found; 2 a bad "
     "option, configuration or environment. Each command's help has its own.",
@@ -28,20 +82,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command(name="demo", epilog=demo.EPILOG)(demo.command)
-app.command(name="doctor", epilog=doctor.EPILOG)(doctor.command)
-app.command(name="inspect", epilog=inspect.EPILOG)(inspect.command)
-app.command(name="verify", epilog=verify.EPILOG)(verify.command)
-app.command(name="gc", epilog=gc.EPILOG)(gc.command)
-app.command(name="scrub", epilog=scrub.EPILOG)(scrub.command)
-app.command(name="export", epilog=port.EXPORT_EPILOG)(port.export)
-app.command(name="import", epilog=port.IMPORT_EPILOG)(port.import_)
-app.command(name="quota", epilog=quota.EPILOG)(quota.command)
-app.command(name="reset", epilog=reset.RESET_EPILOG)(reset.reset)
-app.command(name="rebuild-index", epilog=reset.REBUILD_EPILOG)(reset.rebuild)
-app.command(name="simulate", epilog=simulate.EPILOG)(simulate.command)
-app.add_typer(epoch.app, name="epoch")
-app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:
@@ -75,4 +115,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-__all__ = ["BAD_INPUT", "FAILED", "WRONG_BYTES", "app", "main"]
+__all__ = ["BAD_INPUT", "COMMANDS", "FAILED", "WRONG_BYTES", "app", "main"]

@@ -109,7 +109,7 @@ def _object(wanted: Plan) -> dict[str, Any]:
 
 
 def removed_object(removed: Removed | None) -> dict[str, Any]:
-    """What has gone, for `--json`; nulls where nothing was to go."""
+    """What has gone, for `--json`; zeros where nothing was."""
     done = removed or Removed()
     return {
         "removed": {

@@ -6,13 +6,12 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvxfer.admission import life_years
+from kvxfer.admission import DAY_S, life_years
 from kvxfer.cli.simulate_plan import Drive, Plan, Run
 from kvxfer.errors import ConfigError
 from kvxfer.simulate import Outcome, Survey, read_trace, replay, survey
 
 SCHEMA = 1
-DAY_S = 86400
 
 
 @dataclass(frozen=True, slots=True)

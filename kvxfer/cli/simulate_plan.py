@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvxfer.admission import dwpd_to_bytes_per_s, dwpd_to_endurance_bytes
+from kvxfer.admission import dwpd_to_bytes_per_s, dwpd_to_endurance_bytes, usual_burst
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import ITEMSIZES, PRESETS, Kind, KVGeometry
 from kvxfer.hf_config import geometries_from_hf_config
@@ -17,10 +17,6 @@ from kvxfer.policy import POLICIES
 from kvxfer.simulate import BLOCK_TOKENS, Setup, Survey
 
 ADMISSIONS = ("always", "second-touch")
-BURST_S, LEAST_BURST = (
-    60.0,
-    256 << 20,
-)  # what a store's write budget may spend at once, as kvxfer/store/budget.py has it
 MOST_NAMES = 1 << 28
 MOST_RUNS = 500
 MOST_BYTES = 1 << 60
@@ -207,7 +203,7 @@ class Plan:
         if not 1 <= self.second_touch_names <= MOST_NAMES:
             raise ConfigError(f"--second-touch-names {self.second_touch_names}: allowed are 1 to {MOST_NAMES}")
         for budget in self.budgets:
-            if budget.bytes_per_s and self.block_bytes > max(LEAST_BURST, int(budget.bytes_per_s * BURST_S)):
+            if budget.bytes_per_s and self.block_bytes > usual_burst(budget.bytes_per_s):
                 raise ConfigError(f"--budget {budget.text} never pays for a block of {self.block_bytes} bytes")
 
     @classmethod
@@ -251,7 +247,7 @@ class Plan:
             blocks = capacity.blocks(survey, self.block_bytes)
             for admission in self.admissions:
                 for budget in self.budgets:
-                    burst = max(LEAST_BURST, int(budget.bytes_per_s * BURST_S))
+                    burst = usual_burst(budget.bytes_per_s)
                     for policy in self.policies:
                         setup = Setup(
                             policy=policy,

@@ -33,17 +33,12 @@ class S3FIFOPolicy(RankedPolicy[T]):
     """
 
     def __init__(self, *, name_of: Callable[[T], Hashable] = chunk_name, capacity: int | None = None) -> None:
-        self._small_target = self._most_ghosts = 1
+        self._small_target = self._most_ghosts = 1  # entries that the small queue is to have; names remembered
         super().__init__(name_of=name_of, capacity=capacity)
         self._small: Order[T] = Order()
         self._main: Order[T] = Order()
         self._uses: dict[T, int] = {}  # where there are any
         self._ghosts: OrderedDict[Hashable, None] = OrderedDict()
-
-    @property
-    def small_target(self) -> int:
-        """Entries that the small queue is to have."""
-        return self._small_target
 
     @property
     def ghosts(self) -> int:

@@ -155,7 +155,7 @@ class Replay:
         """Those that may be written, in order: what is behind one that may not would be of no use."""
         wanted = missing
         if self._seen is not None:
-            known = [self._seen.offer(block) for block in missing]  # all are offered, also behind the cut
+            known = [self._seen.offer(block) for block in missing]  # all are offered, also behind a gap
             wanted = list(compress(missing, accumulate(known, and_)))
             self._drop(SECOND_TOUCH, len(missing) - len(wanted))
         if self._budget is None or not wanted:

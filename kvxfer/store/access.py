@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.store.gaps import GROUP_BYTES, Gaps
+from kvxfer.keys import GROUP_BYTES
+from kvxfer.store.gaps import Gaps
 
 if TYPE_CHECKING:
     from kvxfer.store.entry import Entry, Lease, Reservation

@@ -6,14 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvxfer.admission import WriteBudget, dwpd_to_bytes_per_s
+from kvxfer.admission import WriteBudget, dwpd_to_bytes_per_s, usual_burst
 from kvxfer.config import StoreConfig
 from kvxfer.drive_writes import drive_bytes
 from kvxfer.errors import ConfigError
 from kvxfer.slot import SlotLayout
-
-BURST_S = 60.0  # of the rate
-LEAST_BURST = 256 << 20  # a slot is larger only where somebody meant it to be
 
 
 def write_rate(config: StoreConfig, size_of: Callable[[Path], tuple[int | None, str]] = drive_bytes) -> float | None:
@@ -49,7 +46,7 @@ def budget_of(
     """
     if rate is None:
         return None
-    burst = config.write_burst_bytes or max(LEAST_BURST, int(BURST_S * rate))
+    burst = config.write_burst_bytes or usual_burst(rate)
     return WriteBudget(rate, burst, clock, sharers=sharers)
 
 

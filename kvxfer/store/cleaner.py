@@ -176,7 +176,7 @@ class Cleaner:
         """At most STEP entries that were certainly not used for `ttl_s`, and that nothing follows which was."""
         found: dict[Entry, None] = {}
         kept: set[Entry] = set()
-        cutoff = uses.now() - ttl_s - uses.GRAIN_S
+        cutoff = uses.unused_since(uses.now(), ttl_s)
         for slab in self._table.slabs():
             if len(found) >= STEP:
                 break

@@ -121,8 +121,7 @@ def _check(selection: Selection) -> None:
 
 
 def _ago(now: float, seconds: float | None) -> float | None:
-    # A use in the ten minutes after one that was written down was not written down itself.
-    return None if seconds is None else now - seconds - uses.GRAIN_S
+    return None if seconds is None else uses.unused_since(now, seconds)
 
 
 def _is_chosen(seen: Survey, view: NamespaceView, selection: Selection, latest: float, now: float) -> bool:

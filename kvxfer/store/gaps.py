@@ -6,7 +6,7 @@ import heapq
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 
-GROUP_BYTES = 4  # at the end of a key: its KV-cache group (keys.py)
+from kvxfer.keys import GROUP_BYTES
 
 
 class Gaps:

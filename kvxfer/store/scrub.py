@@ -238,9 +238,12 @@ class Scrubber:
         finding = Finding(
             what=what, detail=detail, slab_id=record.slab_id, slot=record.slot, offset=entry.slot_offset, record=record
         )
+        store = self._store()
         if what == "io":
             done.unreadable.append(finding)
-        elif (store := self._store()) is not None and store.invalidate(entry, what):
+            if store is not None:
+                store.counts.unreadable_chunks += 1
+        elif store is not None and store.invalidate(entry, what):
             done.removed.append(finding)
             store.maintain()
         reporter.warn("scrub", f"{entry.slab.name} slot {entry.slot} fails: {what}: {detail}")

@@ -66,6 +66,7 @@ class StoreStats:
     namespace_errors: int  # namespace.json files that could not be written
     scrubbed_chunks: int  # that a scrub read and found right
     scrubbed_bytes: int  # their payload
+    unreadable_chunks: int  # that the drive did not give a scrub: they stay, and the next pass tries again
     scrub_ended: int  # when a whole pass over the root last ended, of any process's; seconds since 1970, 0: never
 
 
@@ -83,6 +84,7 @@ class Counts:
     namespace_errors: int = 0
     scrubbed_chunks: int = 0
     scrubbed_bytes: int = 0
+    unreadable_chunks: int = 0
     scrub_ended: int = 0  # no counter: as it was read, or written, last
 
     def scrubbed(self, nbytes: int) -> None:

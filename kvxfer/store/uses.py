@@ -120,6 +120,12 @@ def now() -> int:
     return min(max(0, int(clock())), _LATEST)
 
 
+def unused_since(at: float, seconds: float) -> float:
+    """What was used last before this had not been used for so long at that time: a use in the ten minutes after one
+    that was written down was not written down itself."""
+    return at - seconds - GRAIN_S
+
+
 def recency(rows: Iterable[UsedRow], order_of: Callable[[int], int]) -> Callable[[IndexRecord], int]:
     """By what records are sorted so that the least recently used is first: last use, then (or not known) storing.
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
 
-from kvxfer.cli import app
+from kvxfer.cli import COMMANDS, app
+from kvxfer.cli.late import Late
 from kvxfer.store import FINDINGS
 from tests.cli.commands import PROJECT, json_of
 from tests.store import damage
@@ -39,14 +42,29 @@ def section(command: str) -> str:
 
 
 def test_every_command_and_option_is_there() -> None:
-    group = typer.main.get_group(app)
-    assert {name.split()[0] for name in QUOTED} >= set(group.commands)
-    bench: Any = group.commands["bench"]
-    commands = {name: group.commands[name] for name in NAMES}
-    for name, command in (commands | {"bench gds": bench.commands["gds"]}).items():
+    late: Any = typer.main.get_group(app).commands
+    assert {name.split()[0] for name in QUOTED} >= set(late)
+    commands = {name: late[name].load() for name in NAMES}
+    for name, command in (commands | {"bench gds": late["bench"].load().commands["gds"]}).items():
         options = {option for parameter in command.params for option in parameter.opts}
         missing = [o for o in options if o.startswith("--") and o != "--json" and f"`{o}" not in section(name)]
         assert missing == [], name
+
+
+def test_the_list_of_commands_says_what_they_say_of_themselves() -> None:
+    for name, late in typer.main.get_group(app).commands.items():
+        assert isinstance(late, Late)
+        command = late.load()
+        assert " ".join(command.help.split("\n\n")[0].split()) == COMMANDS[name].help, name
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    """All of them take a second: typer, and what the help is printed with, are all that it needs."""
+    script = (
+        "import sys; from kvxfer.cli import main; code = main(['--help'])\n"
+        "assert not {'numpy', 'lmdb', 'kvxfer.store', 'kvxfer.cli.demo'} & sys.modules.keys(); sys.exit(code)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=PROJECT, check=True, stdout=subprocess.DEVNULL, timeout=60)
 
 
 def test_every_finding_is_there() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.errors import StoreError
+from kvxfer.observe import store_values
 from kvxfer.store import Store, scrub
 from kvxfer.store.reading import SlotReader
 from kvxfer.store.records import IndexRecord
@@ -82,6 +83,8 @@ def test_what_the_drive_does_not_give_stays(filled: tuple[Store, bytes], faults:
     assert len(done.unreadable) == 60
     assert {finding.what for finding in done.unreadable} == {"io"}
     assert done.removed == []
+    assert store.stats().unreadable_chunks == 60
+    assert store_values(store.stats())["kvxfer_unreadable_chunks_total", ()] == 60
     assert rig.check_all(store, digest, NAMES) == NAMES
 
 
@@ -210,6 +213,7 @@ def test_what_cannot_be_read_and_went_is_neither_damaged_nor_unreadable(
     monkeypatch.setattr(SlotReader, "check", check)
     done = scrubbed(store)
     assert (done.chunks, done.changed, done.removed, done.unreadable) == (59, 1, [], [])
+    assert store.stats().unreadable_chunks == 0
 
 
 def test_a_thread_whose_pass_ended_early_keeps_no_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

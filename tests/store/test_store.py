@@ -483,7 +483,7 @@ def test_every_series_is_there_at_zero(opened: Opened) -> None:
         stats.commits, stats.replacements, stats.duplicates, stats.failed_commits, stats.refused_reservations,
         stats.slabs_created, stats.slabs_removed, stats.slab_errors, stats.index_errors, stats.index_conflicts,
         stats.index_recoveries, stats.rebuilds, stats.namespace_errors, stats.scrubbed_chunks,
-        stats.scrubbed_bytes,
+        stats.scrubbed_bytes, stats.unreadable_chunks,
     )  # fmt: skip
     assert not any(counters)
 
