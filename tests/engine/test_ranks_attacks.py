@@ -257,7 +257,9 @@ def test_a_reset_that_cannot_be_written_down_is_one_all_the_same(tmp_root: Path,
         while not server.put([8]):
             assert time.monotonic() < end
         assert server.hits([0, 1, 2, 7, 8]) == [8]
-        assert {store.weight_epoch for store in server.stores} == {1}
+        while {store.weight_epoch for store in server.stores} != {1}:  # another root's may take a moment more
+            assert time.monotonic() < end
+        assert server.hits([0, 1, 2, 7, 8]) == [8]
 
 
 def test_a_reset_that_could_not_be_written_down_is_tried_again_at_the_end(tmp_root: Path) -> None:
