@@ -183,6 +183,7 @@ class Rig:
         self.tier: Any = SecondaryTierFactory.create_secondary_tier(config, self.view, self.spec)
         self.open: dict[int, TransferJob] = {}
         self.results: dict[int, JobResult] = {}
+        self.stores = 0
         self._next = 0
 
     def __enter__(self) -> Rig:
@@ -263,7 +264,9 @@ class Rig:
         return self.results[job]
 
     def store(self, numbers: Sequence[int], context: ReqContext | None = None, **how: Any) -> JobResult:
-        return self.wait(self.submit(numbers, context or self.request("stores"), load=False, **how))
+        """Unless told, of a request of its own: one request's chunks make no room for each other."""
+        self.stores += 1
+        return self.wait(self.submit(numbers, context or self.request(f"store {self.stores}"), load=False, **how))
 
     def load(self, numbers: Sequence[int], context: ReqContext, **how: Any) -> JobResult:
         return self.wait(self.submit(numbers, context, load=True, **how))

@@ -284,10 +284,9 @@ def test_events_tell_what_is_there(tmp_root: Path, policy: str) -> None:
 def test_events_are_right_where_chunks_went_before_anybody_asked(tmp_root: Path) -> None:
     with Rig(tmp_root, enable_kv_events=True, vllm={"events": True}, **SMALL) as rig:
         rig.fill()
-        request = rig.request("a")
         jobs = []
         for start in range(0, 192, 24):
-            jobs.append(rig.submit(range(start, start + 24), request, load=False))
+            jobs.append(rig.submit(range(start, start + 24), rig.request(f"{start}"), load=False))
             assert rig.tier._engine.drain(20)
         assert rig.metric("kvxfer_evicted_chunks_total", reason="capacity")
         for job in jobs:
