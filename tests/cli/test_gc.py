@@ -219,6 +219,7 @@ def test_they_ask(tmp_root: Path) -> None:
     code, out, terminal = run_on_terminal("n\n", "gc", tmp_root, "--tenant", "x")
     assert code == 1
     assert "10 chunks of 240.0 KiB, 2 namespaces as a whole" in terminal
+    assert "nothing was changed" in terminal
     assert "model" not in out
     assert left(tmp_root, stored) == dict.fromkeys(WHO, 5)
 
@@ -257,6 +258,24 @@ def test_a_newer_format_is_left_as_it_is(
 @pytest.mark.parametrize("options", [["--unused-for", "7"], ["--unused-for", "-1d"], ["--unused-for", "x"]])
 def test_times_that_are_none(tmp_root: Path, options: list[str]) -> None:
     assert main(["gc", str(tmp_root), *options, "--yes"]) == 2
+
+
+@pytest.mark.parametrize("command", [["gc", "--unused-for", "0s", "--yes"], ["quota"]], ids=lambda command: command[0])
+def test_a_digest_that_is_empty_is_nobodys(
+    tmp_root: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    """As of a script's variable that is not set: it selects no namespace, and so not all of them."""
+    stored = fill(tmp_root)
+    code, said = json_of(capsys, command[0], tmp_root, *command[1:], "--namespace", "")
+    assert (code, said.get("error", {}).get("type")) == (2, "ConfigError")
+    assert left(tmp_root, stored) == dict.fromkeys(WHO, 5)
+
+
+def test_a_dry_run_says_how_much_in_all(tmp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_root)
+    assert main(["gc", str(tmp_root), "--tenant", "x", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "10 chunks of 240.0 KiB, 2 namespaces as a whole, would be removed; this was a dry run" in said
 
 
 def test_digests_that_are_none(tmp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
