@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvxfer.cli import main
-from kvxfer.store import Store, uses
+from kvxfer.store import Store, collect, uses
 from kvxfer.testing import ManualClock
 from tests.cli.commands import json_of, run_on_terminal
 from tests.store import damage, rig
@@ -193,6 +193,25 @@ def test_reset(tmp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert all(rig.put(store, digest, [rig.key(1)]))
     assert main(["reset", str(tmp_root), "--yes"]) == 0
     assert "1 chunks of 1 namespaces" in capsys.readouterr().out
+
+
+def test_a_reset_leaves_what_a_server_has_registered_in_the_new_epoch(
+    tmp_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its file nobody could say what is stored there, nor would `gc` find it after the next bump."""
+    damage.fill(tmp_root)
+    drop = collect._drop
+
+    def registered_meanwhile(store: Store, chosen: Any) -> Any:
+        store.register(*damage.NAMESPACES[0])
+        return drop(store, chosen)
+
+    monkeypatch.setattr(collect, "_drop", registered_meanwhile)
+    code, done = json_of(capsys, "reset", tmp_root, "--yes")
+    assert (code, done["removed"]["namespaces"]) == (0, 2)
+    new = damage.NAMESPACES[0][0].digest(1).hex()
+    assert [path.name for path in (tmp_root / "namespaces").iterdir()] == [new]
+    assert (tmp_root / "namespaces" / new / "namespace.json").is_file()
 
 
 def test_rebuild(tmp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
