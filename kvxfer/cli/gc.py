@@ -11,6 +11,7 @@ from rich.text import Text
 from kvxfer.cli import output
 from kvxfer.cli.arguments import Json, Root, Yes
 from kvxfer.cli.output import clean, size
+from kvxfer.errors import ConfigError
 from kvxfer.store import survey_root
 from kvxfer.store.collect import Part, Plan, Removed, Selection, carry_out, plan
 
@@ -31,7 +32,9 @@ def command(
     ] = None,
     other_epochs: Annotated[bool, typer.Option("--other-epochs", help="Namespaces of other weight epochs.")] = False,
     unnamed: Annotated[bool, typer.Option("--unnamed", help="Namespaces of which no file says what they are.")] = False,
-    namespace: Annotated[str, typer.Option(metavar="DIGEST", help="One namespace: how its digest begins.")] = "",
+    namespace: Annotated[
+        str | None, typer.Option(metavar="DIGEST", help="One namespace: how its digest begins.")
+    ] = None,
     tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Namespaces of a tenant.")] = None,
     adapter: Annotated[str | None, typer.Option(metavar="NAME", help="Namespaces of an adapter.")] = None,
     salt: Annotated[str | None, typer.Option(metavar="TEXT", help="Namespaces with a salt.")] = None,
@@ -47,15 +50,19 @@ def command(
     named = {"tenant": tenant, "adapter": adapter, "salt": salt}
     extra = {name: text for name, text in named.items() if text is not None}
     with output.errors(as_json, damaged=output.FAILED):
+        if namespace == "":  # a script's variable that is not set: not every namespace is meant
+            raise ConfigError("--namespace is empty: whose?")
         selection = Selection(
             unused_for_s=unused_for, namespaces_unused_for_s=namespaces_unused_for, other_epochs=other_epochs,
-            unnamed=unnamed, namespace=namespace, extra=extra,
+            unnamed=unnamed, namespace=namespace or "", extra=extra,
         )  # fmt: skip
         if not dry_run:
             output.check_can_ask(yes)
         wanted = plan(survey_root(root), selection)
         if not as_json:
             _show(root, wanted)
+            if wanted.parts and dry_run:
+                typer.echo(f"{_words(wanted)} would be removed; this was a dry run")
         removed: Removed | None = None
         if wanted.parts and not dry_run:
             output.must_confirm(f"{_words(wanted)} will be removed from {clean(root)}. Go on?", yes, as_json)

@@ -99,6 +99,8 @@ def must_confirm(question: str, yes: bool, as_json: bool) -> None:
     if not confirmed(question, yes):
         if as_json:
             print_json({"error": {"type": "Declined", "message": "nothing was changed"}})
+        else:
+            typer.echo("nothing was changed", err=True)
         raise typer.Exit(FAILED)
 
 

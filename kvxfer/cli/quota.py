@@ -25,7 +25,9 @@ EPILOG = (
 
 def command(
     root: Root,
-    namespace: Annotated[str, typer.Option(metavar="DIGEST", help="Whose: how its digest begins (see inspect).")] = "",
+    namespace: Annotated[
+        str | None, typer.Option(metavar="DIGEST", help="Whose: how its digest begins (see inspect).")
+    ] = None,
     at_most: Annotated[
         int | None, typer.Option(parser=output.nbytes, metavar="SIZE", help="It never has more chunks than these take.")
     ] = None,
@@ -43,7 +45,7 @@ def command(
     with output.errors(as_json, damaged=output.FAILED):
         seen = survey_root(root)
         quotas = dict(seen.info.quotas)
-        if namespace:
+        if namespace is not None:
             view = find_namespace(seen, namespace)
             if clear == (at_most is not None or at_least is not None):
                 raise ConfigError("give --at-most, --at-least or both, or else --clear")

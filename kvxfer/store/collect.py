@@ -13,7 +13,7 @@ from kvxfer.store.cleaner import STEP, Chosen, all_of
 from kvxfer.store.members import RootLock
 from kvxfer.store.namespaces import named_digests
 from kvxfer.store.records import IndexRecord
-from kvxfer.store.root import INDEX, NAMESPACES, quota_bearers, read_root, write_root
+from kvxfer.store.root import INDEX, NAMESPACES, digests_of_epoch, quota_bearers, read_root, write_root
 from kvxfer.store.store import Store
 from kvxfer.store.survey import NamespaceView, Survey
 
@@ -176,7 +176,8 @@ def reset(root: Path) -> tuple[Removed, int]:
         epoch = store.bump_epoch()
         removed = _drop(store, lambda entry, used: True)
         with store.cleaning() as cleaner:
-            removed.namespaces = cleaner.drop_namespaces(named_digests(root / NAMESPACES) - quota_bearers(root))
+            kept = quota_bearers(root) | digests_of_epoch(root, epoch)  # servers may have registered them meanwhile
+            removed.namespaces = cleaner.drop_namespaces(named_digests(root / NAMESPACES) - kept)
         return removed, epoch
 
 

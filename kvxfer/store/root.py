@@ -147,6 +147,11 @@ def quota_bearers(root: Path) -> set[bytes]:
     return {digest for digest, current in now.items() if current in info.quotas.keys() - now.keys()}
 
 
+def digests_of_epoch(root: Path, weight_epoch: int) -> set[bytes]:
+    """Namespaces of this epoch, of which a file says what they are."""
+    return {digest for digest, namespace in _namespaces(root).items() if namespace.digest(weight_epoch) == digest}
+
+
 def _namespaces(root: Path) -> dict[bytes, Namespace]:
     """Those, of any epoch, of which a file says what they are, by digest."""
     found = {}

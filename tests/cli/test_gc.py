@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvxfer.cli import main
-from kvxfer.store import Store, uses
+from kvxfer.store import Store, collect, uses
 from kvxfer.testing import ManualClock
 from tests.cli.commands import json_of, run_on_terminal
 from tests.store import damage, rig
@@ -195,6 +195,25 @@ def test_reset(tmp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 chunks of 1 namespaces" in capsys.readouterr().out
 
 
+def test_a_reset_leaves_what_a_server_has_registered_in_the_new_epoch(
+    tmp_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its file nobody could say what is stored there, nor would `gc` find it after the next bump."""
+    damage.fill(tmp_root)
+    drop = collect._drop
+
+    def registered_meanwhile(store: Store, chosen: Any) -> Any:
+        store.register(*damage.NAMESPACES[0])
+        return drop(store, chosen)
+
+    monkeypatch.setattr(collect, "_drop", registered_meanwhile)
+    code, done = json_of(capsys, "reset", tmp_root, "--yes")
+    assert (code, done["removed"]["namespaces"]) == (0, 2)
+    new = damage.NAMESPACES[0][0].digest(1).hex()
+    assert [path.name for path in (tmp_root / "namespaces").iterdir()] == [new]
+    assert (tmp_root / "namespaces" / new / "namespace.json").is_file()
+
+
 def test_rebuild(tmp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filled = damage.fill(tmp_root)
     code, done = json_of(capsys, "rebuild-index", tmp_root, "--yes")
@@ -219,6 +238,7 @@ def test_they_ask(tmp_root: Path) -> None:
     code, out, terminal = run_on_terminal("n\n", "gc", tmp_root, "--tenant", "x")
     assert code == 1
     assert "10 chunks of 240.0 KiB, 2 namespaces as a whole" in terminal
+    assert "nothing was changed" in terminal
     assert "model" not in out
     assert left(tmp_root, stored) == dict.fromkeys(WHO, 5)
 
@@ -257,6 +277,24 @@ def test_a_newer_format_is_left_as_it_is(
 @pytest.mark.parametrize("options", [["--unused-for", "7"], ["--unused-for", "-1d"], ["--unused-for", "x"]])
 def test_times_that_are_none(tmp_root: Path, options: list[str]) -> None:
     assert main(["gc", str(tmp_root), *options, "--yes"]) == 2
+
+
+@pytest.mark.parametrize("command", [["gc", "--unused-for", "0s", "--yes"], ["quota"]], ids=lambda command: command[0])
+def test_a_digest_that_is_empty_is_nobodys(
+    tmp_root: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    """As of a script's variable that is not set: it selects no namespace, and so not all of them."""
+    stored = fill(tmp_root)
+    code, said = json_of(capsys, command[0], tmp_root, *command[1:], "--namespace", "")
+    assert (code, said.get("error", {}).get("type")) == (2, "ConfigError")
+    assert left(tmp_root, stored) == dict.fromkeys(WHO, 5)
+
+
+def test_a_dry_run_says_how_much_in_all(tmp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_root)
+    assert main(["gc", str(tmp_root), "--tenant", "x", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "10 chunks of 240.0 KiB, 2 namespaces as a whole, would be removed; this was a dry run" in said
 
 
 def test_digests_that_are_none(tmp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
