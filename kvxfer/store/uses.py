@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from kvxfer.store.entry import Entry
 from kvxfer.store.records import USE_SLOTS, IndexRecord, Item, UsedRow, gone
@@ -88,9 +89,13 @@ class UseTimes:
         """Whether there is something to tell the index."""
         return bool(self._changed)
 
-    def take_changed(self, most: int) -> list[UsedRow]:
-        """Takes up to `most` rows off the list of those of which the index has to hear."""
-        taken = list(self._changed)[:most] if len(self._changed) > most else list(self._changed)
+    def take_changed(self, most: int, ahead: Iterable[tuple[int, int]] = ()) -> list[UsedRow]:
+        """Takes up to `most` rows off the list of those of which the index has to hear: those with the slots `ahead`
+        (slab, slot), all of them, and then the others in their order."""
+        names = ((slab_id, slot // USE_SLOTS) for slab_id, slot in ahead)
+        taken = list(dict.fromkeys(name for name in names if name in self._changed))
+        first = set(taken)
+        taken += islice((name for name in self._changed if name not in first), max(0, most - len(taken)))
         for name in taken:
             del self._changed[name]
         return [self._row(*name) for name in taken if name[1] in self._slabs.get(name[0], ())]

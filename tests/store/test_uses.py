@@ -73,6 +73,25 @@ def test_a_slots_next_chunk_is_as_new_as_it_is(opened: Opened, clock: ManualCloc
     assert {times[rig.key(1000 + i)] for i in range(10)} == {clock.now}
 
 
+def test_the_index_never_has_a_chunk_with_its_slots_last_time(
+    opened: Opened, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much else it has not heard yet: another process's ttl would take out what was just stored."""
+    monkeypatch.setattr("kvxfer.store.ledger._USES", 1)
+    store = opened()
+    digest = store.register(rig.namespace(), rig.ROW)
+    assert all(rig.put(store, digest, [rig.key(i) for i in range(273)]))
+    clock.advance(DAY)
+    store.touch(digest, [rig.key(i) for i in range(273)])  # some rows of each slab
+    assert all(rig.put(store, digest, new := [rig.key(1000 + i) for i in range(30)]))
+    with store.cleaning():
+        rows = store._index.everything()
+    times = {(row.slab_id, row.block): row.times for row in rows if isinstance(row, UsedRow)}
+    records = [row for row in rows if isinstance(row, IndexRecord) and row.key in new]
+    assert [times[one.slab_id, one.slot // USE_SLOTS][one.slot % USE_SLOTS] for one in records] == [clock.now] * 30
+    assert store._table.uses.has_changed, "the others wait"
+
+
 def test_after_the_index_was_lost_all_count_as_used_now(opened: Opened, root: Path, clock: ManualClock) -> None:
     store = opened()
     digest = store.register(rig.namespace(), rig.ROW)
