@@ -30,10 +30,24 @@ class UseTimes:
     def __init__(self) -> None:
         self._slabs: dict[int, dict[int, array[int]]] = {}
         self._changed: dict[_Block, None] = {}  # in the order in which the index is to hear of them
+        self._latest = 0  # of the times at which something was noted
 
     def note(self, slab_id: int, slot: int) -> bool:
         """The slot is used now; whether that is news."""
-        return self.note_at(slab_id, slot, now() // GRAIN_S * GRAIN_S)
+        at = now() // GRAIN_S * GRAIN_S
+        if at != self._latest:
+            if at < self._latest - GRAIN_S:
+                self._set_back(at)
+            self._latest = at
+        return self.note_at(slab_id, slot, at)
+
+    def _set_back(self, latest: int) -> None:
+        """The clock was: no use is later than now. Else none would be news until the clock is there again, and others,
+        who took those times for the moment at which they heard of them, would take out what is in use here."""
+        for blocks in self._slabs.values():
+            for times in blocks.values():
+                if max(times) > latest:
+                    times[:] = array("I", (min(used, latest) for used in times))
 
     def note_at(self, slab_id: int, slot: int, at: int) -> bool:
         """The slot was used at a time that `at` gave for another one; whether that is news."""

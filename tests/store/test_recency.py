@@ -178,10 +178,10 @@ def test_links_that_are_learned_later_say_it_of_earlier_uses(opened: Opened, clo
     keys = chain(1, 6)
     for key in keys:
         assert all(rig.put(store, digest, [key]))
-    clock.advance(DAY)
+    clock.advance(GRAIN_S)
     store.touch(digest, keys[5:])
     late = used(store, digest, keys[5:])[0]
-    clock.now -= DAY  # so that only the link says it
+    clock.now -= GRAIN_S  # so that only the link says it
     store.touch(digest, keys)
     assert set(used(store, digest, keys)) == {late}
 

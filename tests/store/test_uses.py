@@ -10,6 +10,7 @@ import pytest
 
 from kvxfer.store import Store, uses
 from kvxfer.store.records import USE_SLOTS, IndexRecord, UsedRow, gone, item, parse, parse_name
+from kvxfer.store.uses import UseTimes
 from kvxfer.testing import ManualClock
 from tests.store import rig
 from tests.store.sharing import Group, rows_of
@@ -112,6 +113,25 @@ def test_a_time_to_come_counts_as_now(opened: Opened, clock: ManualClock) -> Non
     assert store.close()
     clock.now -= 1000 * DAY
     assert set(used(opened()).values()) == {clock.now}
+
+
+def test_after_a_clock_was_set_back_others_hear_of_uses(clock: ManualClock) -> None:
+    """Who came later takes a time to come for now: its ttl would take out what is in use here all the while."""
+    mine, theirs = UseTimes(), UseTimes()
+    clock.advance(DAY)
+    for slot in range(3):
+        mine.note(1, slot)
+        clock.advance(uses.GRAIN_S)
+    clock.now -= DAY
+    for row in mine.take_changed(99):
+        theirs.merge(row)
+    for _ in range(12):
+        clock.advance(uses.GRAIN_S)
+        mine.note(1, 1)
+        for row in mine.take_changed(99):
+            theirs.merge(row)
+    assert theirs.at(1, 1) == mine.at(1, 1) == clock.now
+    assert theirs.at(1, 0) <= theirs.at(1, 2) <= clock.now - 11 * uses.GRAIN_S
 
 
 def test_other_processes_know_and_rows_go_with_their_slab(group: Group, root: Path) -> None:
