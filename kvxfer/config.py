@@ -116,7 +116,7 @@ class StoreConfig:
             raise ConfigError(f"root={self.root!r} cannot be a path on this system")
         object.__setattr__(self, "root", Path(self.root))
         _check_integers(self, _LEAST_CAPACITY, "capacity_bytes")
-        _check_integers(self, _SMALL_FILES + 2, "max_files")
+        _check_integers(self, _SMALL_FILES + 1, "max_files")
         _check_choice(self, "io", IO_BACKENDS)
         _check_choice(self, "policy", tuple(POLICIES))
         _check_choice(self, "direct", DIRECT_MODES)
@@ -196,9 +196,14 @@ class StoreConfig:
         return self._small_bytes - _SMALL_FIXED
 
     @property
+    def keeps_scrubs(self) -> bool:
+        """Whether `max_files` has one for scrub.json: there are roots from before there was such a file."""
+        return self.max_files > _SMALL_FILES + 1
+
+    @property
     def slab_budget(self) -> tuple[int, int]:
         """(bytes, files) left for slabs once the index, the small files and the namespaces have theirs."""
-        files = self.max_files - _SMALL_FILES - self.max_namespaces
+        files = self.max_files - _SMALL_FILES - self.max_namespaces + (not self.keeps_scrubs)
         names = round_up(_DIRECTORY_ENTRY * min(files, self.capacity_bytes // self.effective_slab_bytes), ALIGNMENT)
         return self.capacity_bytes - self.effective_index_map_bytes - self._small_bytes - names, files
 

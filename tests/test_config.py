@@ -41,7 +41,7 @@ def test_a_missing_root_is_named() -> None:
         ({"slab_bytes": 0}, "slab_bytes=0 must be an integer of at least 8192"),
         ({"slab_bytes": 10000}, "slab_bytes=10000 must be a multiple of 4096"),
         ({"slab_bytes": 64 << 30}, "capacity_bytes=68719476736 holds no slab of slab_bytes=68719476736"),
-        ({"max_files": 3}, "max_files=3 must be an integer of at least 8"),
+        ({"max_files": 3}, "max_files=3 must be an integer of at least 7"),
         ({"io": "gds"}, "io='gds' must be one of auto, posix, uring"),
         ({"durability": "fsync"}, "durability='fsync' must be one of none, process, power"),
         ({"durability": None}, "durability=None must be one of"),

@@ -46,9 +46,12 @@ class Cleaner:
     # ---- at somebody's word ------------------------------------------------------------------------------
 
     def find(self, chosen: Chosen) -> list[Entry]:
-        """The entries, of all namespaces, that `chosen` says."""
+        """The entries, of all namespaces, that `chosen` says: in the order in which they go, so that whoever is stopped
+        half-way leaves heads. What has one time was stored from head to tail."""
         with self._table.lock:
-            return [entry for entry in self._table.living() if chosen(entry, self._used(entry))]
+            living = [(entry, self._used(entry)) for entry in self._table.living()]
+        found = [(used, -entry.tick, entry) for entry, used in living if chosen(entry, used)]
+        return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
 
     def slabs(self) -> list[SlabFile]:
         """All slabs, by number."""
@@ -73,16 +76,23 @@ class Cleaner:
                 latest[entry.digest] = max(latest[entry.digest], self._used(entry))
         return latest
 
-    def drop(self, entries: Sequence[Entry], reason: str, *, wipe: bool = True) -> tuple[int, int]:
+    def drop(
+        self, entries: Sequence[Entry], reason: str, *, chosen: Chosen | None = None, wipe: bool = True
+    ) -> tuple[int, int]:
         """Takes out those of at most STEP entries that are still there; (chunks, bytes of their slots).
 
         Args:
+            chosen: which stay if it does not say them any more: somebody may have used them since they were found.
             wipe: their first trailer pages are overwritten, on the device, so that no rebuild finds them again.
 
         Raises:
             StoreError: the index could not be told; they are misses all the same.
         """
-        gone = [entry for entry in entries[:STEP] if self._table.doom(entry, reason)]
+        entries = entries[:STEP]
+        if chosen is not None:
+            with self._table.lock:
+                entries = [entry for entry in entries if chosen(entry, self._used(entry))]
+        gone = [entry for entry in entries if self._table.doom(entry, reason)]
         if wipe:  # while the index names them still, and so nobody has their slots
             self._wipe([(entry.slab, entry.slot) for entry in gone])
         if not self._ledger.settle():

@@ -187,7 +187,7 @@ def _drop(store: Store, chosen: Chosen) -> Removed:
         entries = cleaner.find(chosen)
     for start in range(0, len(entries), STEP):  # servers get the root's lock in between
         with store.cleaning() as cleaner:
-            chunks, nbytes = cleaner.drop(entries[start : start + STEP], "removed")
+            chunks, nbytes = cleaner.drop(entries[start : start + STEP], "removed", chosen=chosen)
         removed.chunks, removed.nbytes = removed.chunks + chunks, removed.nbytes + nbytes
     with store.cleaning() as cleaner:
         removed.slabs, removed.slab_bytes = cleaner.drop_empty_slabs()

@@ -26,7 +26,8 @@ class Ledger:
     def settle(self, everything: bool = False) -> bool:
         """Tells all there is; False where the index could not be written.
 
-        Times of use, which can wait, go with what is told anyway, and at most one more time alone, unless `everything`.
+        Times of use can wait, but for those of what is committed: they go with what is told anyway, and at most one
+        more time alone, unless `everything`.
         """
         uses = self._table.uses
         while self.has_something_to_say:
@@ -54,7 +55,8 @@ class Ledger:
             changed = table.leases.take_changed(TRANSACTION)
             leases = [table.leases.item(lease) for lease in changed]
             leases += table.leases.without(committed)
-            uses = table.uses.take_changed(_USES)
+            # Those of what is committed with it: else others would take it to be as old as its slot's last chunk.
+            uses = table.uses.take_changed(_USES, [(one.slab.slab_id, one.slot) for one in committed])
         done = self._index.apply(deletes, puts, [*leases, *map(item, uses), *rows])
         if done:
             table.settle(doomed)

@@ -27,6 +27,7 @@ from kvxfer.store.records import EpochRow, IndexRecord, MemberRow, Row, SlabRow,
 from kvxfer.store.root import (
     INDEX,
     NAMESPACES,
+    SCRUB_FILE,
     SLABS,
     RootInfo,
     make_directories,
@@ -164,6 +165,8 @@ def fill(opened: Opened, config: StoreConfig, index: Index, threads: int) -> Non
     if config.durability == "power":
         _put_on_device(opened, config)
     _note_limits(opened, config)
+    if not config.keeps_scrubs and os.path.lexists(config.root / SCRUB_FILE):
+        opened.leftovers.append(config.root / SCRUB_FILE)
     _clean_up(opened)
     NamespaceFiles(config).trim()
     loaded = index.load()

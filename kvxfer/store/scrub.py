@@ -137,7 +137,7 @@ class Scrubber:
     def _begin(self) -> None:
         self._pass = scrub_pass.new_pass()
         self._next_note = self._clock() + NOTE_S
-        if (store := self._store()) is None:
+        if (store := self._store()) is None or not store.config.keeps_scrubs:
             return
         with store.cleaning():
             try:
@@ -154,7 +154,7 @@ class Scrubber:
     def _note(self) -> None:
         """Writes down how far the pass is, and takes over what another process did for it."""
         self._next_note = self._clock() + NOTE_S
-        if (store := self._store()) is None or store.is_closed:
+        if (store := self._store()) is None or store.is_closed or not store.config.keeps_scrubs:
             return
         try:
             with store.cleaning():
@@ -167,6 +167,8 @@ class Scrubber:
         """All was looked at; False where that is because the store has gone."""
         if (store := self._store()) is None:
             return False
+        if not store.config.keeps_scrubs:
+            return True
         try:
             with store.cleaning():
                 store.counts.scrub_ended = scrub_pass.end(store.config.root, self._pass)

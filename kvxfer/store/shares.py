@@ -131,10 +131,11 @@ class Shares:
 
     def _search(self, policy: CachePolicy[Entry], n: int, stays: Callable[[Entry], bool], owner: bytes) -> list[Entry]:
         """Takes out up to n of a policy's victims. What stays is held until the search is over: so none is passed over
-        again and again, and none hides those that may go."""
+        again and again, and none hides those that may go. What stays of the owner is its request's."""
         chosen: list[Entry] = []
         passed: list[Entry] = []
-        while len(chosen) < n and len(passed) < _PASSED and (named := policy.victims(n - len(chosen))):
+        protected = 0
+        while len(chosen) < n and protected < _PASSED and (named := policy.victims(n - len(chosen))):
             kept = []
             for entry in named:
                 if stays(entry) or policy.followers(entry):  # of those that follow it, one stays
@@ -144,6 +145,7 @@ class Shares:
                     chosen.append(entry)
             for entry in kept:  # after the removals: what a policy remembers of them are evictions
                 if entry.digest != owner:
+                    protected += 1
                     policy.touch(entry)
                 policy.pin(entry)
             passed += kept
@@ -188,7 +190,7 @@ class Shares:
 
         Pinned ones are in use, and so are the request's own, and what they follow; an entry goes after all that follow
         it. Some more go, so that it need not be asked for each chunk that comes. Looks at no more than it takes out,
-        and _PASSED; at all only the first time.
+        and the request's own; at all only the first time.
         """
         for other in [other for other in self._orders if self._room(other, slot_bytes) is None]:
             del self._orders[other]

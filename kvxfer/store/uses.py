@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from kvxfer.store.entry import Entry
 from kvxfer.store.records import USE_SLOTS, IndexRecord, Item, UsedRow, gone
@@ -29,10 +30,24 @@ class UseTimes:
     def __init__(self) -> None:
         self._slabs: dict[int, dict[int, array[int]]] = {}
         self._changed: dict[_Block, None] = {}  # in the order in which the index is to hear of them
+        self._latest = 0  # of the times at which something was noted
 
     def note(self, slab_id: int, slot: int) -> bool:
         """The slot is used now; whether that is news."""
-        return self.note_at(slab_id, slot, now() // GRAIN_S * GRAIN_S)
+        at = now() // GRAIN_S * GRAIN_S
+        if at != self._latest:
+            if at < self._latest - GRAIN_S:
+                self._set_back(at)
+            self._latest = at
+        return self.note_at(slab_id, slot, at)
+
+    def _set_back(self, latest: int) -> None:
+        """The clock was: no use is later than now. Else none would be news until the clock is there again, and others,
+        who took those times for the moment at which they heard of them, would take out what is in use here."""
+        for blocks in self._slabs.values():
+            for times in blocks.values():
+                if max(times) > latest:
+                    times[:] = array("I", (min(used, latest) for used in times))
 
     def note_at(self, slab_id: int, slot: int, at: int) -> bool:
         """The slot was used at a time that `at` gave for another one; whether that is news."""
@@ -88,9 +103,13 @@ class UseTimes:
         """Whether there is something to tell the index."""
         return bool(self._changed)
 
-    def take_changed(self, most: int) -> list[UsedRow]:
-        """Takes up to `most` rows off the list of those of which the index has to hear."""
-        taken = list(self._changed)[:most] if len(self._changed) > most else list(self._changed)
+    def take_changed(self, most: int, ahead: Iterable[tuple[int, int]] = ()) -> list[UsedRow]:
+        """Takes up to `most` rows off the list of those of which the index has to hear: those with the slots `ahead`
+        (slab, slot), all of them, and then the others in their order."""
+        names = ((slab_id, slot // USE_SLOTS) for slab_id, slot in ahead)
+        taken = list(dict.fromkeys(name for name in names if name in self._changed))
+        first = set(taken)
+        taken += islice((name for name in self._changed if name not in first), max(0, most - len(taken)))
         for name in taken:
             del self._changed[name]
         return [self._row(*name) for name in taken if name[1] in self._slabs.get(name[0], ())]

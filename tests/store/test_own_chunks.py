@@ -81,6 +81,27 @@ def test_of_a_request_that_is_larger_than_the_store_the_head_is_kept(opened: Ope
     assert store.stats().unreachable_entries == 0
 
 
+@named
+def test_whatever_a_request_holds_it_gets_what_others_can_give(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Its own are the first to be looked at, and none hides another: each is a chain by itself."""
+    monkeypatch.setattr("kvxfer.store.shares._PASSED", 16)
+    store = opened(capacity_bytes=4 << 20, policy=policy)
+    digest = store.register(rig.namespace(), rig.ROW)
+    room = len(slots := store.reserve(digest, rig.ROW, 1000))
+    store.release(slots)
+    names = [b"%4d" % n + n.to_bytes(4, "big") for n in range(room + 30)]
+    assert all(rig.put(store, digest, names[:room]))
+    access = Access().place(names[:50])
+    store.touch(digest, names[:50], access)
+    for _ in range(3):
+        store.touch(digest, names[50:room])
+    slots = store.reserve(digest, rig.ROW, 30, access)
+    assert commit(store, digest, names[room:], slots, access) == 30
+    assert set(names[:50]) <= set(store.keys(digest))
+
+
 # ---- who goes, by a brute force ----------------------------------------------------------------------------
 
 

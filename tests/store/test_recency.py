@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvxfer.policy import POLICIES
 from kvxfer.store import Access, Store, uses
+from kvxfer.store.cleaner import Cleaner
 from kvxfer.store.collect import Selection, carry_out, plan
 from kvxfer.store.survey import survey_root
 from kvxfer.store.uses import GRAIN_S, UseTimes
@@ -176,10 +178,10 @@ def test_links_that_are_learned_later_say_it_of_earlier_uses(opened: Opened, clo
     keys = chain(1, 6)
     for key in keys:
         assert all(rig.put(store, digest, [key]))
-    clock.advance(DAY)
+    clock.advance(GRAIN_S)
     store.touch(digest, keys[5:])
     late = used(store, digest, keys[5:])[0]
-    clock.now -= DAY  # so that only the link says it
+    clock.now -= GRAIN_S  # so that only the link says it
     store.touch(digest, keys)
     assert set(used(store, digest, keys)) == {late}
 
@@ -246,3 +248,57 @@ def test_gc_in_another_process_takes_tails_before_heads(opened: Opened, root: Pa
     store = opened()
     digest = register(store)
     assert (store.lookup_prefix(digest, keys), store.lookup_prefix(digest, other)) == (8, 6)
+
+
+def stepwise(monkeypatch: pytest.MonkeyPatch, before: Callable[[Cleaner, int], None]) -> None:
+    """gc goes by three chunks; `before` is called with the cleaner and the number of the step that comes."""
+    drop, steps = Cleaner.drop, iter(range(1000))
+
+    def step(self: Cleaner, *args: Any, **named: Any) -> tuple[int, int]:
+        before(self, next(steps))
+        return drop(self, *args, **named)
+
+    monkeypatch.setattr("kvxfer.store.collect.STEP", 3)
+    monkeypatch.setattr(Cleaner, "drop", step)
+
+
+def test_gc_leaves_what_is_used_while_it_is_at_it(
+    opened: Opened, root: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    digest, keys = register(store), chain(1, 12)
+    assert all(rig.put(store, digest, keys))
+    assert store.close()
+    clock.advance(2 * DAY)
+
+    def before(cleaner: Cleaner, number: int) -> None:
+        if number == 2:  # as it is heard of a server's uses
+            for entry in cleaner._table.living():
+                cleaner._table.uses.note(entry.slab.slab_id, entry.slot)
+
+    stepwise(monkeypatch, before)
+    assert carry_out(root, plan(survey_root(root), Selection(unused_for_s=DAY))).chunks == 6
+    store = opened()
+    assert store.lookup_prefix(register(store), keys) == len(store.keys(digest)) == 6
+
+
+def test_a_gc_that_is_stopped_half_way_leaves_heads(
+    opened: Opened, root: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    digest, keys = register(store), chain(1, 20)
+    assert all(rig.put(store, digest, keys))
+    clock.advance(GRAIN_S)
+    store.touch(digest, keys[:8])
+    assert store.close()
+    clock.advance(2 * DAY)
+
+    def before(cleaner: Cleaner, number: int) -> None:
+        if number == 5:
+            raise KeyboardInterrupt
+
+    stepwise(monkeypatch, before)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(root, plan(survey_root(root), Selection(unused_for_s=DAY)))
+    store = opened()
+    assert store.lookup_prefix(register(store), keys) == len(store.keys(digest)) == 5

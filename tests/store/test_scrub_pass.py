@@ -109,6 +109,28 @@ def test_the_cap_on_files_holds_with_it(opened: Opened, root: Path) -> None:
     assert rig.disk_use(root)[1] + 1 <= 9, "and one that is being written beside it"
 
 
+def test_a_root_of_seven_files_goes_on_without_it(opened: Opened, root: Path) -> None:
+    """There were such roots before there was the file."""
+    store = opened(max_files=9)
+    rig.put(store, store.register(rig.namespace(), rig.ROW), NAMES)
+    scrubbed(store, 5)
+    assert (root / "scrub.json").exists()
+    assert store.close()
+    store = opened(max_files=7)
+    assert not (root / "scrub.json").exists()
+    digest = store.register(rig.namespace(), rig.ROW)
+    rig.put(store, digest, NAMES)
+    kept = len(store.keys(digest))
+    assert kept > 10
+    assert not scrubbed(store, 5).complete
+    assert (scrubbed(store).chunks, scrubbed(store).complete) == (kept, True)
+    assert read_scrubs(root) == Scrubs()
+    assert rig.disk_use(root)[1] + 1 <= 7
+    assert store.close()
+    with Store.open_existing(root) as tool:
+        assert scrubbed(tool).chunks == kept
+
+
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path

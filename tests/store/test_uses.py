@@ -10,6 +10,7 @@ import pytest
 
 from kvxfer.store import Store, uses
 from kvxfer.store.records import USE_SLOTS, IndexRecord, UsedRow, gone, item, parse, parse_name
+from kvxfer.store.uses import UseTimes
 from kvxfer.testing import ManualClock
 from tests.store import rig
 from tests.store.sharing import Group, rows_of
@@ -73,6 +74,25 @@ def test_a_slots_next_chunk_is_as_new_as_it_is(opened: Opened, clock: ManualCloc
     assert {times[rig.key(1000 + i)] for i in range(10)} == {clock.now}
 
 
+def test_the_index_never_has_a_chunk_with_its_slots_last_time(
+    opened: Opened, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much else it has not heard yet: another process's ttl would take out what was just stored."""
+    monkeypatch.setattr("kvxfer.store.ledger._USES", 1)
+    store = opened()
+    digest = store.register(rig.namespace(), rig.ROW)
+    assert all(rig.put(store, digest, [rig.key(i) for i in range(273)]))
+    clock.advance(DAY)
+    store.touch(digest, [rig.key(i) for i in range(273)])  # some rows of each slab
+    assert all(rig.put(store, digest, new := [rig.key(1000 + i) for i in range(30)]))
+    with store.cleaning():
+        rows = store._index.everything()
+    times = {(row.slab_id, row.block): row.times for row in rows if isinstance(row, UsedRow)}
+    records = [row for row in rows if isinstance(row, IndexRecord) and row.key in new]
+    assert [times[one.slab_id, one.slot // USE_SLOTS][one.slot % USE_SLOTS] for one in records] == [clock.now] * 30
+    assert store._table.uses.has_changed, "the others wait"
+
+
 def test_after_the_index_was_lost_all_count_as_used_now(opened: Opened, root: Path, clock: ManualClock) -> None:
     store = opened()
     digest = store.register(rig.namespace(), rig.ROW)
@@ -93,6 +113,25 @@ def test_a_time_to_come_counts_as_now(opened: Opened, clock: ManualClock) -> Non
     assert store.close()
     clock.now -= 1000 * DAY
     assert set(used(opened()).values()) == {clock.now}
+
+
+def test_after_a_clock_was_set_back_others_hear_of_uses(clock: ManualClock) -> None:
+    """Who came later takes a time to come for now: its ttl would take out what is in use here all the while."""
+    mine, theirs = UseTimes(), UseTimes()
+    clock.advance(DAY)
+    for slot in range(3):
+        mine.note(1, slot)
+        clock.advance(uses.GRAIN_S)
+    clock.now -= DAY
+    for row in mine.take_changed(99):
+        theirs.merge(row)
+    for _ in range(12):
+        clock.advance(uses.GRAIN_S)
+        mine.note(1, 1)
+        for row in mine.take_changed(99):
+            theirs.merge(row)
+    assert theirs.at(1, 1) == mine.at(1, 1) == clock.now
+    assert theirs.at(1, 0) <= theirs.at(1, 2) <= clock.now - 11 * uses.GRAIN_S
 
 
 def test_other_processes_know_and_rows_go_with_their_slab(group: Group, root: Path) -> None:
