@@ -340,6 +340,7 @@ class Rank:
                 with self._lock:
                     if job in self._queue:
                         self._give_up(job, Failure(Status.STALLED))
+            self._files.trim()  # not before: a job refers to its files from when the runner has it
 
     def _open_and_submit(self, job: _Job) -> None:
         ticket, slot = job.ticket, self._pages[job.ticket.alignment].mapping.slot

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.jobs import Status
+from kvxfer.jobs import JobRunner, Status
+from kvxfer.layout import kvx1_slot
 from kvxfer.ranks import Ended
+from kvxfer.store.slab import SlabFile
 from kvxfer.testing import FaultyIO
 from kvxfer.tickets import NOWHERE, Failure, Report, Settled, SpreadTicket, Ticket
-from tests.engine.ranks_rig import GEOMETRY, Server, keys_of, one_root, two_as_one
+from tests.engine.ranks_rig import GEOMETRY, MODEL, Server, keys_of, one_root, two_as_one
+from tests.jobs.test_faults import until
 from tests.oracle import Model
 
 __all__ = ["two_as_one"]  # every test here is run over one root and over two
@@ -39,6 +42,34 @@ def test_a_rank_that_names_chunks_that_the_ticket_has_not(tmp_root: Path) -> Non
             assert time.monotonic() < end, "tickets stay open"
         assert server.store.stats().pinned_entries == 0
         assert server.hits([0, 1, 2], "a") == [1, 2]
+
+
+@one_root
+def test_files_stay_open_until_the_job_has_them(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of more slabs than are kept open, and one under which the root is made anew: a closed file's place in
+    memory may be another's, and then its chunk would be read from there, or written there."""
+    slabs = {"slab_bytes": 4096 + 2 * kvx1_slot(MODEL.geometry, blocks_per_chunk=1).slot_bytes}
+    closed: list[SlabFile] = []
+    close, submit = SlabFile.close, JobRunner.submit
+    monkeypatch.setattr(SlabFile, "close", lambda slab: (closed.append(slab), close(slab)))
+
+    def submitted(runner: JobRunner, *args: Any, **more: Any) -> None:
+        assert not closed, "its job refers to it"
+        submit(runner, *args, **more)
+
+    with Server(tmp_root, 1, writes=slabs) as server:
+        monkeypatch.setattr(JobRunner, "submit", submitted)
+        files = server.group.parts[0][0]._files
+        files._most = 2
+        assert server.put(range(12)) == keys_of(range(12)) and len({server.locate(n)[0] for n in range(12)}) > 4
+        until(lambda: len(files._open) == 2, "the rest are closed")
+        closed.clear()
+        assert server.get(range(12)) == [Status.OK] * 12
+        until(lambda: len(files._open) == 2, "these too")
+        closed.clear()
+        monkeypatch.setattr(SlabFile, "is_named", lambda slab: False)
+        assert server.get(range(12)) == [Status.OK] * 12
+        until(lambda: len(closed) > 4, "what was put in another's place")
 
 
 def test_a_listener_that_raises_does_not_end_the_publishing(tmp_root: Path) -> None:
