@@ -61,7 +61,8 @@ void Core::give_up_slow_calls() {
     for (; found && in_service_ < config_.threads && lost_ <= config_.max_lost_threads; --found)
       spawn(nullptr);
   } catch (const std::exception &) {
-    // No thread to be had, or no memory for it: the rest carry on, and a lost one takes its place again when its call returns.
+    // No thread to be had, or no memory for it: the rest carry on, and a lost one takes its place again when
+    // its call returns.
   }
   if (!in_service_) fail_queued(KVX_STALLED);
 }

@@ -58,6 +58,7 @@ class _Job:
     index: list[int]  # positions that the runner gets
     settled: Settled
     after: Any = None  # what the runner's `mark` gave when it was submitted
+    born: float = 0.0  # the rank's `_lived` when it was submitted
     started: float = field(default_factory=time.monotonic)
     native: int | None = None
     ended: bool = False
@@ -120,6 +121,7 @@ class Rank:
         self._told: dict[str, int] = {}
         self._told_at = -TOTALS_S
         self._closing = self._stuck = False
+        self._lived, self._looked_at = 0.0, time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="kvxfer-rank", daemon=True)
         self._thread.start()
 
@@ -148,6 +150,8 @@ class Rank:
                 raise EngineClosed("the rank was shut down")
             if ticket.number in self._jobs:
                 raise LayoutError(f"ticket {ticket.number} was submitted already")
+            self._live()
+            job.born = self._lived
             self._jobs[ticket.number] = job
             if self._stuck or not job.index:  # a file that does not open holds up all that come behind it
                 job.fail(job.index, Failure(Status.STALLED))
@@ -170,10 +174,14 @@ class Rank:
 
         Args:
             block_ids: [rows, any number], which may be more rows than there are chunks.
+
+        Raises:
+            ForkError
         """
-        settled = Settled(1, all_failed(ticket, block_ids))
+        check_process(self._pid, "rank")
         with self._lock:
-            self._ended.append(Ended(ticket, block_ids, settled))
+            told = ticket.number in self._jobs  # submitted twice: the coordinator hears of the first alone
+            self._ended.append(Ended(ticket, block_ids, Settled(int(not told), all_failed(ticket, block_ids))))
 
     def collect(self) -> list[Ended]:
         """Tickets that have ended since the last call, each once. Never blocks."""
@@ -181,7 +189,7 @@ class Rank:
         self._settle()
         with self._lock:
             ended, self._ended = self._ended, []
-            self._report.settled |= {one.ticket.number: one.settled for one in ended}
+            self._report.settled |= {one.ticket.number: one.settled for one in ended if one.settled.ranks}
         return ended
 
     def report(self) -> Report:
@@ -279,13 +287,23 @@ class Rank:
         job.fail(job.index, failure)
         self._end(job)
 
+    def _live(self) -> float:
+        """With the lock: adds up how long this process has lived, as csrc's monitor does; the time.
+
+        One that was stopped does not take its drive for one that hangs when it goes on.
+        """
+        now = time.monotonic()
+        self._lived += min(now - self._looked_at, self.config.io_timeout_s / 8)
+        self._looked_at = now
+        return now
+
     def _expire(self) -> None:
         """With the lock: ends what has waited for files for too long."""
-        now = time.monotonic()
+        now = self._live()
         for job in list(self._queue):
             if job.closes is not None and now >= job.closes:
                 self._give_up(job, Failure(Status.CUT))
-            elif now >= job.started + self.config.io_timeout_s:
+            elif self._lived >= job.born + self.config.io_timeout_s:
                 self._stuck = True  # until the thread comes back
                 self._give_up(job, Failure(Status.STALLED))
 

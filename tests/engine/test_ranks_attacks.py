@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
+import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvxfer.errors import ForkError, LayoutError
 from kvxfer.jobs import JobRunner, Status
 from kvxfer.layout import kvx1_slot
 from kvxfer.ranks import Ended
@@ -70,6 +75,74 @@ def test_files_stay_open_until_the_job_has_them(tmp_root: Path, monkeypatch: pyt
         monkeypatch.setattr(SlabFile, "is_named", lambda slab: False)
         assert server.get(range(12)) == [Status.OK] * 12
         until(lambda: len(closed) > 4, "what was put in another's place")
+
+
+def test_a_ticket_that_is_submitted_twice_is_two_jobs_and_settled_once(tmp_root: Path) -> None:
+    """Or the coordinator takes one rank's word for another's, and gives slots away that are being written."""
+    with Server(tmp_root, 2) as server, FaultyIO() as io:
+        io.hang("pwrite")
+        _, ticket = server.coordinator.store(keys_of(range(4)))
+        server.group.submit(ticket, range(4))
+        rank = server.group.ranks[0]
+        with pytest.raises(LayoutError, match="submitted already"):
+            rank.submit(ticket, range(4))
+        rank.fail(ticket, np.arange(4).reshape(4, 1))
+        server.coordinator.settle(server.group.report())
+        assert [len(ended) for ended in server.group.ended] == [1, 0] and server.coordinator.is_busy
+        io.release()
+        server.settle()
+        assert [len(ended) for ended in server.group.ended] == [2, 1]
+        assert server.hits(range(4)) == list(range(4))
+
+
+@pytest.mark.parametrize("call", ["submit", "fail"])
+def test_a_forks_child_is_told_whoever_has_the_lock(tmp_root: Path, call: str) -> None:
+    with Server(tmp_root, 1) as server:
+        _, ticket = server.coordinator.store(keys_of(range(4)))
+        first = server.group.parts[0][0]
+        if (child := os.fork()) == 0:
+            signal.alarm(20)
+            first._lock = threading.Condition(threading.Lock())
+            first._lock.acquire()  # as a thread that is not here any more
+            try:
+                getattr(server.group.ranks[0], call)(ticket, np.arange(4).reshape(4, 1))
+            except ForkError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@one_root
+def test_a_process_that_was_stopped_takes_no_file_for_one_that_does_not_open(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job has waited as long as its process has lived meanwhile. One that does not open is given up in the end."""
+    now = time.monotonic()
+    monkeypatch.setattr("kvxfer.ranks.time", SimpleNamespace(monotonic=lambda: now))
+    with Server(tmp_root, 1) as source:
+        source.put(range(4))
+    with Server(tmp_root, 1, filled=False, io_timeout_s=80.0) as target, FaultyIO() as io:
+        (rank,) = target.group.ranks
+        rule = io.hang("open", times=1)
+        ticket = target.coordinator.load(keys_of(range(4)))
+        target.group.submit(ticket, range(4))
+        until(lambda: rule.hits == 1, "its slab is being opened")
+        now += 3600.0
+        assert not rank.collect()
+        io.release()
+        assert target.wait(ticket) == [Status.OK] * 4
+        now += 3600.0
+        rule = io.hang("open", times=1)
+        rank._files.close()
+        ticket = target.coordinator.load(keys_of(range(4)))
+        target.group.submit(ticket, range(4))
+        until(lambda: rule.hits == 1, "its slab is being opened again")
+        for _ in range(79):
+            now += 1.0
+            assert not rank.collect()
+        now += 1.0
+        assert target.wait(ticket) == [Status.STALLED] * 4
 
 
 def test_a_listener_that_raises_does_not_end_the_publishing(tmp_root: Path) -> None:
@@ -288,7 +361,7 @@ def test_a_reset_that_cannot_be_written_down_is_one_all_the_same(tmp_root: Path,
         while not server.put([8]):
             assert time.monotonic() < end
         assert server.hits([0, 1, 2, 7, 8]) == [8]
-        assert {store.weight_epoch for store in server.stores} == {1}
+        until(lambda: {store.weight_epoch for store in server.stores} == {1}, "every root has it")
 
 
 def test_a_reset_that_could_not_be_written_down_is_tried_again_at_the_end(tmp_root: Path) -> None:
