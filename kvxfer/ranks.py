@@ -33,6 +33,7 @@ from kvxfer.results import block_table, refuse_repeated
 from kvxfer.slabs import SlabFiles
 from kvxfer.slot import ALIGNMENT
 from kvxfer.store.entry import pack_chunk
+from kvxfer.store.slab import SlabFile
 from kvxfer.tickets import NOWHERE, Failure, Report, Settled, SpreadTicket, Ticket
 
 __all__ = ["Ended", "Rank", "all_failed"]
@@ -57,6 +58,7 @@ class _Job:
     block_ids: NDArray[np.int64]
     index: list[int]  # positions that the runner gets
     settled: Settled
+    files: set[SlabFile] = field(default_factory=set)  # that the runner's records name
     after: Any = None  # what the runner's `mark` gave when it was submitted
     born: float = 0.0  # the rank's `_lived` when it was submitted
     started: float = field(default_factory=time.monotonic)
@@ -139,7 +141,7 @@ class Rank:
             EngineClosed, ForkError
         """
         pages, ids = self._pages_for(ticket.alignment), self.block_table(ticket, block_ids)
-        job = _Job(ticket, ids, [], Settled(ranks=1), self._runner.mark())
+        job = _Job(ticket, ids, [], Settled(ranks=1), after=self._runner.mark())
         for position, place in enumerate(ticket.places):
             if place.slab == NOWHERE:
                 job.fail([position], Failure(Status.MISS))
@@ -358,7 +360,9 @@ class Rank:
                 with self._lock:
                     if job in self._queue:
                         self._give_up(job, Failure(Status.STALLED))
-            self._files.trim()  # not before: a job refers to its files from when the runner has it
+            with self._lock:
+                used = {slab for one in self._flights.values() for slab in one.files}
+            self._files.trim(used)
 
     def _open_and_submit(self, job: _Job) -> None:
         ticket, slot = job.ticket, self._pages[job.ticket.alignment].mapping.slot
@@ -371,6 +375,7 @@ class Rank:
             if place.slab not in unopened:
                 try:
                     slab = self._files.get(place.slab, slot, ticket.direct)
+                    job.files.add(slab)
                     records.append(pack_chunk(slab, place.slot, place.generation, place.key))
                     index.append(position)
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import random
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvxfer import _native
 from kvxfer.errors import ForkError, LayoutError
 from kvxfer.jobs import JobRunner, Status
 from kvxfer.layout import kvx1_slot
@@ -54,27 +56,27 @@ def test_files_stay_open_until_the_job_has_them(tmp_root: Path, monkeypatch: pyt
     """A job of more slabs than are kept open, and one under which the root is made anew: a closed file's place in
     memory may be another's, and then its chunk would be read from there, or written there."""
     slabs = {"slab_bytes": 4096 + 2 * kvx1_slot(MODEL.geometry, blocks_per_chunk=1).slot_bytes}
-    closed: list[SlabFile] = []
-    close, submit = SlabFile.close, JobRunner.submit
-    monkeypatch.setattr(SlabFile, "close", lambda slab: (closed.append(slab), close(slab)))
-
-    def submitted(runner: JobRunner, *args: Any, **more: Any) -> None:
-        assert not closed, "its job refers to it"
-        submit(runner, *args, **more)
+    submit = JobRunner.submit
 
     with Server(tmp_root, 1, writes=slabs) as server:
-        monkeypatch.setattr(JobRunner, "submit", submitted)
         files = server.group.parts[0][0]._files
+
+        def submitted(
+            runner: JobRunner, number: int, direction: int, parts: Any, records: bytes, *rest: Any, **more: Any
+        ) -> None:
+            size = ctypes.sizeof(_native.Chunk)
+            named = {_native.Chunk.from_buffer_copy(records, at).file for at in range(0, len(records), size)}
+            assert named <= {slab.handle for slab in (*files._open.values(), *files._old)}
+            submit(runner, number, direction, parts, records, *rest, **more)
+
+        monkeypatch.setattr(JobRunner, "submit", submitted)
         files._most = 2
         assert server.put(range(12)) == keys_of(range(12)) and len({server.locate(n)[0] for n in range(12)}) > 4
-        until(lambda: len(files._open) == 2, "the rest are closed")
-        closed.clear()
         assert server.get(range(12)) == [Status.OK] * 12
-        until(lambda: len(files._open) == 2, "these too")
-        closed.clear()
+        assert server.get([0]) == [Status.OK]
+        until(lambda: len(files._open) == 2, "the rest are closed")
         monkeypatch.setattr(SlabFile, "is_named", lambda slab: False)
         assert server.get(range(12)) == [Status.OK] * 12
-        until(lambda: len(closed) > 4, "what was put in another's place")
 
 
 def test_a_ticket_that_is_submitted_twice_is_two_jobs_and_settled_once(tmp_root: Path) -> None:
@@ -143,6 +145,36 @@ def test_a_process_that_was_stopped_takes_no_file_for_one_that_does_not_open(
             assert not rank.collect()
         now += 1.0
         assert target.wait(ticket) == [Status.STALLED] * 4
+
+
+@one_root
+def test_files_stay_open_until_their_job_has_ended(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's runner hands a job on in batches, when there are bays: until then nobody else keeps its files."""
+    slabs = {"slab_bytes": 4096 + 2 * kvx1_slot(MODEL.geometry, blocks_per_chunk=1).slot_bytes}
+    closed: list[SlabFile] = []
+    close = SlabFile.close
+    monkeypatch.setattr(SlabFile, "close", lambda slab: (closed.append(slab), close(slab)))
+    with Server(tmp_root, 1, writes=slabs) as server, FaultyIO() as io:
+        server.put(range(12))
+        rank = server.group.parts[0][0]
+        rule = io.hang("pread", times=1)  # of two threads one
+        ticket = server.coordinator.load(keys_of([0]))
+        server.group.submit(ticket, [0])
+        until(lambda: rule.hits == 1, "it is under way")
+        files = rank._files
+        mine, files._most = files._open[server.places(ticket)[0].slab], 1
+        closed.clear()
+        monkeypatch.setattr(SlabFile, "is_named", lambda slab: False)
+        second = server.coordinator.load(keys_of(range(1, 12)))
+        server.group.submit(second, range(1, 12))
+        until(lambda: (rank._settle(), second.number not in rank._jobs)[1], "it has ended, and nobody uses its files")
+        third = server.coordinator.load(keys_of([2]))
+        server.group.submit(third, [2])
+        until(lambda: len(closed) >= 5, "those are closed")
+        assert mine not in closed
+        io.release()
+        assert server.wait(ticket) == [Status.OK] and server.get([1]) == [Status.OK]
+        until(lambda: mine in closed, "and this too, then")
 
 
 def test_a_listener_that_raises_does_not_end_the_publishing(tmp_root: Path) -> None:
