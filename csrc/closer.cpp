@@ -2,10 +2,10 @@
 
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 #include "calls.h"
@@ -67,7 +67,7 @@ bool find_thread() {
   try {
     std::thread(serve).detach();
     ++g_closer.threads;
-  } catch (const std::system_error &) {
+  } catch (const std::exception &) {  // no thread to be had, or no memory for it
   }
   return g_closer.threads > 0;
 }

@@ -1,6 +1,6 @@
 // The monitor: jobs whose deadline has come are closed, calls that take too long are given up.
 #include <algorithm>
-#include <system_error>
+#include <exception>
 
 #include "engine.h"
 
@@ -60,8 +60,9 @@ void Core::give_up_slow_calls() {
   try {
     for (; found && in_service_ < config_.threads && lost_ <= config_.max_lost_threads; --found)
       spawn(nullptr);
-  } catch (const std::system_error &) {
-    // No thread to be had: the rest carry on, and a lost one takes its place again when its call returns.
+  } catch (const std::exception &) {
+    // No thread to be had, or no memory for it: the rest carry on, and a lost one takes its place again when
+    // its call returns.
   }
   if (!in_service_) fail_queued(KVX_STALLED);
 }

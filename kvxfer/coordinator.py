@@ -258,6 +258,8 @@ class Coordinator:
     def withdraw(self, ticket: Ticket) -> None:
         """Takes a ticket back that no rank was told of: nothing of it arrives."""
         failed = dict.fromkeys(range(ticket.chunks), Failure(Status.CANCELLED))
+        if not ticket.is_load:
+            self._intake.unspent(ticket.chunks * self._slot.slot_bytes)
         self.settle(Report(settled={ticket.number: Settled(self._ranks, failed)}))
 
     @staticmethod

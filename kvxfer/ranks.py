@@ -33,6 +33,7 @@ from kvxfer.results import block_table, refuse_repeated
 from kvxfer.slabs import SlabFiles
 from kvxfer.slot import ALIGNMENT
 from kvxfer.store.entry import pack_chunk
+from kvxfer.store.slab import SlabFile
 from kvxfer.tickets import NOWHERE, Failure, Report, Settled, SpreadTicket, Ticket
 
 __all__ = ["Ended", "Rank", "all_failed"]
@@ -57,7 +58,9 @@ class _Job:
     block_ids: NDArray[np.int64]
     index: list[int]  # positions that the runner gets
     settled: Settled
+    files: set[SlabFile] = field(default_factory=set)  # that the runner's records name
     after: Any = None  # what the runner's `mark` gave when it was submitted
+    born: float = 0.0  # the rank's `_lived` when it was submitted
     started: float = field(default_factory=time.monotonic)
     native: int | None = None
     ended: bool = False
@@ -120,6 +123,7 @@ class Rank:
         self._told: dict[str, int] = {}
         self._told_at = -TOTALS_S
         self._closing = self._stuck = False
+        self._lived, self._looked_at = 0.0, time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="kvxfer-rank", daemon=True)
         self._thread.start()
 
@@ -137,7 +141,7 @@ class Rank:
             EngineClosed, ForkError
         """
         pages, ids = self._pages_for(ticket.alignment), self.block_table(ticket, block_ids)
-        job = _Job(ticket, ids, [], Settled(ranks=1), self._runner.mark())
+        job = _Job(ticket, ids, [], Settled(ranks=1), after=self._runner.mark())
         for position, place in enumerate(ticket.places):
             if place.slab == NOWHERE:
                 job.fail([position], Failure(Status.MISS))
@@ -148,6 +152,8 @@ class Rank:
                 raise EngineClosed("the rank was shut down")
             if ticket.number in self._jobs:
                 raise LayoutError(f"ticket {ticket.number} was submitted already")
+            self._live()
+            job.born = self._lived
             self._jobs[ticket.number] = job
             if self._stuck or not job.index:  # a file that does not open holds up all that come behind it
                 job.fail(job.index, Failure(Status.STALLED))
@@ -170,10 +176,14 @@ class Rank:
 
         Args:
             block_ids: [rows, any number], which may be more rows than there are chunks.
+
+        Raises:
+            ForkError
         """
-        settled = Settled(1, all_failed(ticket, block_ids))
+        check_process(self._pid, "rank")
         with self._lock:
-            self._ended.append(Ended(ticket, block_ids, settled))
+            told = ticket.number in self._jobs  # submitted twice: the coordinator hears of the first alone
+            self._ended.append(Ended(ticket, block_ids, Settled(int(not told), all_failed(ticket, block_ids))))
 
     def collect(self) -> list[Ended]:
         """Tickets that have ended since the last call, each once. Never blocks."""
@@ -181,7 +191,7 @@ class Rank:
         self._settle()
         with self._lock:
             ended, self._ended = self._ended, []
-            self._report.settled |= {one.ticket.number: one.settled for one in ended}
+            self._report.settled |= {one.ticket.number: one.settled for one in ended if one.settled.ranks}
         return ended
 
     def report(self) -> Report:
@@ -279,13 +289,23 @@ class Rank:
         job.fail(job.index, failure)
         self._end(job)
 
+    def _live(self) -> float:
+        """With the lock: adds up how long this process has lived, as csrc's monitor does; the time.
+
+        One that was stopped does not take its drive for one that hangs when it goes on.
+        """
+        now = time.monotonic()
+        self._lived += min(now - self._looked_at, self.config.io_timeout_s / 8)
+        self._looked_at = now
+        return now
+
     def _expire(self) -> None:
         """With the lock: ends what has waited for files for too long."""
-        now = time.monotonic()
+        now = self._live()
         for job in list(self._queue):
             if job.closes is not None and now >= job.closes:
                 self._give_up(job, Failure(Status.CUT))
-            elif now >= job.started + self.config.io_timeout_s:
+            elif self._lived >= job.born + self.config.io_timeout_s:
                 self._stuck = True  # until the thread comes back
                 self._give_up(job, Failure(Status.STALLED))
 
@@ -340,6 +360,9 @@ class Rank:
                 with self._lock:
                     if job in self._queue:
                         self._give_up(job, Failure(Status.STALLED))
+            with self._lock:
+                used = {slab for one in self._flights.values() for slab in one.files}
+            self._files.trim(used)
 
     def _open_and_submit(self, job: _Job) -> None:
         ticket, slot = job.ticket, self._pages[job.ticket.alignment].mapping.slot
@@ -352,6 +375,7 @@ class Rank:
             if place.slab not in unopened:
                 try:
                     slab = self._files.get(place.slab, slot, ticket.direct)
+                    job.files.add(slab)
                     records.append(pack_chunk(slab, place.slot, place.generation, place.key))
                     index.append(position)
                     continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 
 from kvxfer.errors import IOFault
@@ -18,15 +19,19 @@ MOST_OPEN = 512
 
 
 class SlabFiles:
-    """Open slabs, the least recently used closed first. One thread's. Calls block as the file system does."""
+    """Open slabs, the least recently used closed first. One thread's. Calls block as the file system does.
+
+    What `get` gave stays open until a `trim` that does not name it: handles alone keep nothing open.
+    """
 
     def __init__(self, root: Path, most: int = MOST_OPEN) -> None:
         self._directory = root / SLABS
         self._most = most
         self._open: OrderedDict[int, SlabFile] = OrderedDict()
+        self._old: list[SlabFile] = []  # to be closed
 
     def get(self, slab_id: int, layout: SlotLayout, direct: bool) -> SlabFile:
-        """The slab of this number. Jobs that were submitted with its handle keep the file open by themselves.
+        """The slab of this number.
 
         Raises:
             IOFault: there is none, it cannot be opened or read, or it holds slots of another layout (ESTALE).
@@ -34,13 +39,11 @@ class SlabFiles:
         """
         slab = self._open.pop(slab_id, None)
         if slab is not None and not slab.is_named():  # the root was made anew
-            slab.close()
+            self._old.append(slab)
             slab = None
         if slab is None:
             slab = self._opened(slab_id, layout, direct)
         self._open[slab_id] = slab
-        while len(self._open) > self._most:
-            self._open.popitem(last=False)[1].close()
         if slab.layout != layout:
             raise IOFault(errno.ESTALE, "the slab holds slots of another layout", str(slab.path))
         return slab
@@ -53,7 +56,19 @@ class SlabFiles:
             raise IOFault(errno.ESTALE, "no slab, or one of another root", str(found.path))
         return SlabFile.open(found, found.header, direct)
 
+    def trim(self, used: Collection[SlabFile] = ()) -> None:
+        """Closes what is too many, or has gone from under its name, but for what is used."""
+        for slab_id in [each for each, slab in self._open.items() if slab not in used]:
+            if len(self._open) <= self._most:
+                break
+            self._old.append(self._open.pop(slab_id))
+        old, self._old = self._old, [slab for slab in self._old if slab in used]
+        for slab in old:
+            if slab not in used:
+                slab.close()
+
     def close(self) -> None:
         """Closes what jobs do not use any more."""
+        self.trim()
         while self._open:
             self._open.popitem()[1].close()

@@ -78,9 +78,13 @@ class SpreadRank:
 
     def fail(self, ticket: SpreadTicket, block_ids: NDArray[np.int64]) -> None:
         """As Rank.fail."""
-        self._begin(_Whole(ticket, block_ids, Settled(1, all_failed(ticket, block_ids)), len(ticket.parts)))
+        failed = all_failed(ticket, block_ids)
+        if ticket.number in self._open:  # submitted twice: its parts are the first one's
+            self._ended.append(_Whole(ticket, block_ids, Settled(0, failed), 0))
+            return
+        self._begin(_Whole(ticket, block_ids, Settled(1, failed), len(ticket.parts)))
         for part in ticket.parts:
-            self._ranks[part.root].fail(part.ticket, block_ids[:0])
+            self._ranks[part.root].fail(part.ticket, block_ids[:0])  # whose rows are of which part is not known
 
     def _begin(self, whole: _Whole) -> None:
         if not whole.left:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
 import random
+import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvxfer.jobs import Status
+from kvxfer import _native
+from kvxfer.errors import ForkError, LayoutError
+from kvxfer.jobs import JobRunner, Status
+from kvxfer.layout import kvx1_slot
 from kvxfer.ranks import Ended
+from kvxfer.store.slab import SlabFile
 from kvxfer.testing import FaultyIO
 from kvxfer.tickets import NOWHERE, Failure, Report, Settled, SpreadTicket, Ticket
-from tests.engine.ranks_rig import GEOMETRY, Server, keys_of, one_root, two_as_one
+from tests.engine.ranks_rig import GEOMETRY, MODEL, Server, keys_of, one_root, two_as_one
+from tests.jobs.test_faults import until
 from tests.oracle import Model
 
 __all__ = ["two_as_one"]  # every test here is run over one root and over two
@@ -39,6 +49,132 @@ def test_a_rank_that_names_chunks_that_the_ticket_has_not(tmp_root: Path) -> Non
             assert time.monotonic() < end, "tickets stay open"
         assert server.store.stats().pinned_entries == 0
         assert server.hits([0, 1, 2], "a") == [1, 2]
+
+
+@one_root
+def test_files_stay_open_until_the_job_has_them(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of more slabs than are kept open, and one under which the root is made anew: a closed file's place in
+    memory may be another's, and then its chunk would be read from there, or written there."""
+    slabs = {"slab_bytes": 4096 + 2 * kvx1_slot(MODEL.geometry, blocks_per_chunk=1).slot_bytes}
+    submit = JobRunner.submit
+
+    with Server(tmp_root, 1, writes=slabs) as server:
+        files = server.group.parts[0][0]._files
+
+        def submitted(
+            runner: JobRunner, number: int, direction: int, parts: Any, records: bytes, *rest: Any, **more: Any
+        ) -> None:
+            size = ctypes.sizeof(_native.Chunk)
+            named = {_native.Chunk.from_buffer_copy(records, at).file for at in range(0, len(records), size)}
+            assert named <= {slab.handle for slab in (*files._open.values(), *files._old)}
+            submit(runner, number, direction, parts, records, *rest, **more)
+
+        monkeypatch.setattr(JobRunner, "submit", submitted)
+        files._most = 2
+        assert server.put(range(12)) == keys_of(range(12)) and len({server.locate(n)[0] for n in range(12)}) > 4
+        assert server.get(range(12)) == [Status.OK] * 12
+        assert server.get([0]) == [Status.OK]
+        until(lambda: len(files._open) == 2, "the rest are closed")
+        monkeypatch.setattr(SlabFile, "is_named", lambda slab: False)
+        assert server.get(range(12)) == [Status.OK] * 12
+
+
+def test_a_ticket_that_is_submitted_twice_is_two_jobs_and_settled_once(tmp_root: Path) -> None:
+    """Or the coordinator takes one rank's word for another's, and gives slots away that are being written."""
+    with Server(tmp_root, 2) as server, FaultyIO() as io:
+        io.hang("pwrite")
+        _, ticket = server.coordinator.store(keys_of(range(4)))
+        server.group.submit(ticket, range(4))
+        rank = server.group.ranks[0]
+        with pytest.raises(LayoutError, match="submitted already"):
+            rank.submit(ticket, range(4))
+        rank.fail(ticket, np.arange(4).reshape(4, 1))
+        server.coordinator.settle(server.group.report())
+        assert [len(ended) for ended in server.group.ended] == [1, 0] and server.coordinator.is_busy
+        io.release()
+        server.settle()
+        assert [len(ended) for ended in server.group.ended] == [2, 1]
+        assert server.hits(range(4)) == list(range(4))
+
+
+@pytest.mark.parametrize("call", ["submit", "fail"])
+def test_a_forks_child_is_told_whoever_has_the_lock(tmp_root: Path, call: str) -> None:
+    with Server(tmp_root, 1) as server:
+        _, ticket = server.coordinator.store(keys_of(range(4)))
+        first = server.group.parts[0][0]
+        if (child := os.fork()) == 0:
+            signal.alarm(20)
+            first._lock = threading.Condition(threading.Lock())
+            first._lock.acquire()  # as a thread that is not here any more
+            try:
+                getattr(server.group.ranks[0], call)(ticket, np.arange(4).reshape(4, 1))
+            except ForkError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@one_root
+def test_a_process_that_was_stopped_takes_no_file_for_one_that_does_not_open(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job has waited as long as its process has lived meanwhile. One that does not open is given up in the end."""
+    now = time.monotonic()
+    monkeypatch.setattr("kvxfer.ranks.time", SimpleNamespace(monotonic=lambda: now))
+    with Server(tmp_root, 1) as source:
+        source.put(range(4))
+    with Server(tmp_root, 1, filled=False, io_timeout_s=80.0) as target, FaultyIO() as io:
+        (rank,) = target.group.ranks
+        rule = io.hang("open", times=1)
+        ticket = target.coordinator.load(keys_of(range(4)))
+        target.group.submit(ticket, range(4))
+        until(lambda: rule.hits == 1, "its slab is being opened")
+        now += 3600.0
+        assert not rank.collect()
+        io.release()
+        assert target.wait(ticket) == [Status.OK] * 4
+        now += 3600.0
+        rule = io.hang("open", times=1)
+        rank._files.close()
+        ticket = target.coordinator.load(keys_of(range(4)))
+        target.group.submit(ticket, range(4))
+        until(lambda: rule.hits == 1, "its slab is being opened again")
+        for _ in range(79):
+            now += 1.0
+            assert not rank.collect()
+        now += 1.0
+        assert target.wait(ticket) == [Status.STALLED] * 4
+
+
+@one_root
+def test_files_stay_open_until_their_job_has_ended(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's runner hands a job on in batches, when there are bays: until then nobody else keeps its files."""
+    slabs = {"slab_bytes": 4096 + 2 * kvx1_slot(MODEL.geometry, blocks_per_chunk=1).slot_bytes}
+    closed: list[SlabFile] = []
+    close = SlabFile.close
+    monkeypatch.setattr(SlabFile, "close", lambda slab: (closed.append(slab), close(slab)))
+    with Server(tmp_root, 1, writes=slabs) as server, FaultyIO() as io:
+        server.put(range(12))
+        rank = server.group.parts[0][0]
+        rule = io.hang("pread", times=1)  # of two threads one
+        ticket = server.coordinator.load(keys_of([0]))
+        server.group.submit(ticket, [0])
+        until(lambda: rule.hits == 1, "it is under way")
+        files = rank._files
+        mine, files._most = files._open[server.places(ticket)[0].slab], 1
+        closed.clear()
+        monkeypatch.setattr(SlabFile, "is_named", lambda slab: False)
+        second = server.coordinator.load(keys_of(range(1, 12)))
+        server.group.submit(second, range(1, 12))
+        until(lambda: (rank._settle(), second.number not in rank._jobs)[1], "it has ended, and nobody uses its files")
+        third = server.coordinator.load(keys_of([2]))
+        server.group.submit(third, [2])
+        until(lambda: len(closed) >= 5, "those are closed")
+        assert mine not in closed
+        io.release()
+        assert server.wait(ticket) == [Status.OK] and server.get([1]) == [Status.OK]
+        until(lambda: mine in closed, "and this too, then")
 
 
 def test_a_listener_that_raises_does_not_end_the_publishing(tmp_root: Path) -> None:
@@ -257,8 +393,7 @@ def test_a_reset_that_cannot_be_written_down_is_one_all_the_same(tmp_root: Path,
         while not server.put([8]):
             assert time.monotonic() < end
         assert server.hits([0, 1, 2, 7, 8]) == [8]
-        while {store.weight_epoch for store in server.stores} != {1}:  # another root's may take a moment more
-            assert time.monotonic() < end
+        until(lambda: {store.weight_epoch for store in server.stores} == {1}, "every root has it")
         assert server.hits([0, 1, 2, 7, 8]) == [8]
 
 

@@ -248,6 +248,21 @@ def test_what_raises_in_one_root_leaves_nothing_open_in_another(
         assert server.put([6, 7]) == keys_of([6, 7]) and server.get([0, 1, 6, 7]) == [OK] * 4
 
 
+def test_what_is_taken_back_has_cost_nothing_of_the_write_budget(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    slot = kvx1_slot(MODEL.geometry, blocks_per_chunk=1).slot_bytes
+    with Server(tmp_root, 1, writes={"write_bytes_per_s": 1e-9, "write_burst_bytes": 3 * slot}) as server:
+        monkeypatch.setattr(server.coordinators[1], "store", raises)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="a defect"):
+                server.coordinator.store(keys_of([0, 1]))
+        assert server.coordinators[0].outlook.affords == 3
+
+
 def test_a_report_that_one_root_chokes_on_is_heard_by_the_other(
     tmp_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

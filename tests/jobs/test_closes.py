@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
+
+import pytest
 
 from kvxfer import _native
 from kvxfer.jobs import LOAD
 from kvxfer.testing import FaultyIO
 from tests.jobs.rig import EACH, MODEL, Rig, expect
 from tests.jobs.test_faults import until
+from tests.native.shims import compiled, preloaded
 
 MANY = 12  # more than there are threads for closes
 
@@ -71,3 +77,35 @@ def test_the_ends_of_jobs_wait_for_no_close(tmp_path: Path, source, target) -> N
         assert rig.runner.stats()["threads"] == 1
         io.release()
     expect(MODEL, "hnd", target, [0])
+
+
+NO_MEMORY = """
+    import ctypes, os
+    from kvxfer import _native
+    lib, shim = _native.lib(), ctypes.CDLL(None)
+    failed = ctypes.c_int.in_dll(shim, "kvx_news_failed")
+
+    def adopted():
+        fd = os.open({place!r}, os.O_RDWR)
+        return fd, lib.kvx_file_adopt(fd, b"a file", 0)
+
+    first, file = adopted()
+    shim.kvx_fail_new({which})
+    lib.kvx_file_release(file)
+    assert failed.value == 1
+    other = os.open({place!r}, os.O_RDWR)
+    assert other == first  # it was closed, and its number is another's now
+    lib.kvx_file_release(adopted()[1])
+    os.fstat(other)
+"""
+
+
+@pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="a sanitizer has an operator new of its own")
+@pytest.mark.parametrize("which", [1, 2], ids=["to say so", "for a thread"])
+def test_a_close_for_which_there_is_no_memory_comes_once(tmp_path: Path, which: int) -> None:
+    """A second one would close whatever file has the number by then."""
+    (tmp_path / "file").touch()
+    script = textwrap.dedent(NO_MEMORY).format(place=str(tmp_path / "file"), which=which)
+    environment = os.environ | preloaded(compiled("new", tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
