@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,14 @@ class Reporter:
     def failed(self, kind: str, message: str, exc: BaseException, **fields: Any) -> None:
         """`warn` of an exception that ends here: kvxfer's own errors are said; others are defects and leave a trace."""
         self.warn(kind, f"{message}: {exc}", exc_info=None if isinstance(exc, KvxferError) else exc, **fields)
+
+    @contextmanager
+    def no_further(self, kind: str, message: str) -> Iterator[None]:
+        """What raises in its block is said and ends here: for giving back what others' results must not hang on."""
+        try:
+            yield
+        except Exception as exc:  # a defect, or no memory
+            self.failed(kind, message, exc)
 
     def flush(self, everything: bool = False) -> None:
         """Says what was kept back of kinds whose INTERVAL_S has passed, or of all: so that the last errors show, too.
