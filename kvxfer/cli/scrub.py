@@ -19,8 +19,10 @@ from kvxfer.store.scrub_pass import read_scrubs
 
 EPILOG = (
     "Exit codes: 0 everything that was read is right; 1 something was damaged, and is a miss now, or could not be "
-    "read, or the root is of another version; 2 a bad option, no root there, or it cannot be opened."
+    "read, or the root is of another version; 2 a bad option, no root there, or it cannot be opened; 130 interrupted "
+    "in a pass that had found nothing wrong."
 )
+INTERRUPTED = 130
 DEFAULT_RATE = 200_000_000  # bytes a second: what a drive that serves has to spare
 _RATE = re.compile(r"([0-9]{1,9})(?:([KMGT])(i?)B?)?(?:/s)?")
 
@@ -58,7 +60,7 @@ def command(
 
     A pass that was cut short, by whomever, is gone on with.
     """
-    failed = False
+    code, told = 0, None
     with output.errors(as_json, damaged=output.FAILED), Store.open_existing(root) as store:
         stop = threading.Event()
         throttle = Throttle(at_most or DEFAULT_RATE, stop.wait)
@@ -68,16 +70,27 @@ def command(
                 _say_how_far(store, "going on with")
             while True:
                 done = scrubber.run()
-                failed = failed or bool(done.removed or done.unreadable)
+                code = code or _code(done)
                 _say(root, done, as_json)
+                told = done
                 if every is None:
                     break
                 stop.wait(every)
         except KeyboardInterrupt:
+            begun = scrubber.done
+            if begun is not None and begun is not told:
+                code = code or _code(begun)
+                _say(root, begun, as_json)
+            if begun is None or not begun.complete:
+                code = code or INTERRUPTED
             if not as_json:
                 _say_how_far(store, "the next scrub goes on with")
-    if failed:
-        raise typer.Exit(output.FAILED)
+    if code:
+        raise typer.Exit(code)
+
+
+def _code(done: Scrubbed) -> int:
+    return output.FAILED if done.removed or done.unreadable else 0
 
 
 def _say_how_far(store: Store, what: str) -> None:
@@ -101,6 +114,7 @@ def _say(root: Path, done: Scrubbed, as_json: bool) -> None:
         f"{clean(root)}: {done.chunks:,} chunks verified, {size(done.nbytes)}; damaged and removed: "
         f"{len(done.removed)}; not readable: {len(done.unreadable)}; changed meanwhile: {done.changed}"
         + (f"; the rest of a pass that was begun {moment(done.started)}" if done.went_on else "")
+        + ("" if done.complete else "; interrupted")
     )
     inspect_view.show_findings(output.screen(), [*done.removed, *done.unreadable])
 
