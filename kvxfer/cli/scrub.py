@@ -63,12 +63,15 @@ def command(
     code, told = 0, None
     with output.errors(as_json, damaged=output.FAILED), Store.open_existing(root) as store:
         stop = threading.Event()
-        throttle = Throttle(at_most or DEFAULT_RATE, stop.wait)
+        bytes_per_s = at_most or DEFAULT_RATE
+        throttle = Throttle(bytes_per_s, stop.wait)
         scrubber = Scrubber(lambda: store, throttle, stop, anew=from_start)
         try:
             if not (as_json or from_start):
                 _say_how_far(store, "going on with")
             while True:
+                if not as_json:
+                    _say_what_comes(store, bytes_per_s, from_start)
                 done = scrubber.run()
                 code = code or _code(done)
                 _say(root, done, as_json)
@@ -91,6 +94,25 @@ def command(
 
 def _code(done: Scrubbed) -> int:
     return output.FAILED if done.removed or done.unreadable else 0
+
+
+def spell(seconds: float) -> str:
+    """A time for people."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _say_what_comes(store: Store, bytes_per_s: int, from_start: bool) -> None:
+    """How much the next pass has before it, and for how long: a rate that nobody meant shows itself."""
+    under_way = None if from_start else read_scrubs(store.config.root).under_way
+    with store.cleaning() as cleaner:
+        chunks, nbytes = cleaner.before(under_way.place if under_way else (0, 0))
+    typer.echo(
+        f"{clean(store.config.root)}: {chunks:,} chunks to read, {size(nbytes)} with their trailers: "
+        f"{spell(nbytes / bytes_per_s)} at {bytes_per_s:,} bytes a second (--rate)"
+    )
 
 
 def _say_how_far(store: Store, what: str) -> None:

@@ -70,6 +70,12 @@ class Cleaner:
             places = [(entry.slab.slab_id, entry.slot) for entry in self._table.living()]
         return sum(each < place for each in places), len(places)
 
+    def before(self, place: tuple[int, int]) -> tuple[int, int]:
+        """(Entries that a pass has before it at a place, bytes of their slots)."""
+        with self._table.lock:
+            sizes = [e.slab.slot_bytes for e in self._table.living() if (e.slab.slab_id, e.slot) >= place]
+        return len(sizes), sum(sizes)
+
     def last_used(self) -> dict[bytes, int]:
         """When a chunk of a namespace was used last, by its digest; as exact as UseTimes."""
         latest: dict[bytes, int] = defaultdict(int)

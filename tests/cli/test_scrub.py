@@ -11,7 +11,8 @@ import pytest
 import typer
 
 from kvxfer.cli import main
-from kvxfer.cli.scrub import rate
+from kvxfer.cli.output import size
+from kvxfer.cli.scrub import rate, spell
 from kvxfer.store import Store
 from kvxfer.store.entry import Entry
 from kvxfer.store.reading import SlotReader
@@ -135,6 +136,41 @@ def test_a_chunk_that_is_taken_out_as_the_interrupt_comes_is_told(
     monkeypatch.setattr(Store, "invalidate", invalidate)
     code, said = json_of(capsys, "scrub", tmp_root)
     assert (code, [finding["key"] for finding in said["removed"]]) == (1, [ROW_KEY.hex()])
+
+
+def test_a_pass_says_first_what_it_has_before_it(
+    tmp_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = damage.fill(tmp_root)
+    with Store.open_existing(tmp_root) as store, store.cleaning() as cleaner:
+        sizes = [entry.slab.slot_bytes for slab in cleaner.slabs() for entry in cleaner.in_slab(slab)]
+    assert len(sizes) == len(filled.keys)
+
+    def words(left: list[int]) -> str:
+        return f"{tmp_root}: {len(left)} chunks to read, {size(sum(left))} with their trailers"
+
+    with monkeypatch.context() as interrupted:
+        interrupt_at(interrupted, lambda record, looked: looked == 1)
+        main(["scrub", str(tmp_root), "--rate", "2"])  # a pass that waits would never end
+        assert capsys.readouterr().out.startswith(
+            f"{words(sizes)}: {spell(sum(sizes) / 2)} at 2 bytes a second (--rate)\n"
+        )
+    with monkeypatch.context() as interrupted:
+        interrupt_at(interrupted, lambda record, looked: looked == 4)
+        main(["scrub", str(tmp_root), "--rate", "1TB/s"])
+        assert f"{words(sizes)}: 0.0 s at 1,000,000,000,000 bytes a second (--rate)\n" in capsys.readouterr().out
+        main(["scrub", str(tmp_root), "--rate", "1TB/s"])
+        assert f"{words(sizes[3:])}: " in capsys.readouterr().out, "of the rest"
+        main(["scrub", str(tmp_root), "--from-start"])
+        assert f"{words(sizes)}: 0.0 s at 200,000,000 bytes a second (--rate)\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0.0 s"), (59.9, "59.9 s"), (60, "1.0 minutes"), (5400, "1.5 hours"), (86400 * 5787, "5,787.0 days")],
+)
+def test_times_are_spelled(seconds: float, words: str) -> None:
+    assert spell(seconds) == words
 
 
 def test_from_the_start(tmp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
