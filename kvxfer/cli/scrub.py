@@ -19,8 +19,10 @@ from kvxfer.store.scrub_pass import read_scrubs
 
 EPILOG = (
     "Exit codes: 0 everything that was read is right; 1 something was damaged, and is a miss now, or could not be "
-    "read, or the root is of another version; 2 a bad option, no root there, or it cannot be opened."
+    "read, or the root is of another version; 2 a bad option, no root there, or it cannot be opened; 130 interrupted "
+    "in a pass that had found nothing wrong."
 )
+INTERRUPTED = 130
 DEFAULT_RATE = 200_000_000  # bytes a second: what a drive that serves has to spare
 _RATE = re.compile(r"([0-9]{1,9})(?:([KMGT])(i?)B?)?(?:/s)?")
 
@@ -58,26 +60,59 @@ def command(
 
     A pass that was cut short, by whomever, is gone on with.
     """
-    failed = False
+    code, told = 0, None
     with output.errors(as_json, damaged=output.FAILED), Store.open_existing(root) as store:
         stop = threading.Event()
-        throttle = Throttle(at_most or DEFAULT_RATE, stop.wait)
+        bytes_per_s = at_most or DEFAULT_RATE
+        throttle = Throttle(bytes_per_s, stop.wait)
         scrubber = Scrubber(lambda: store, throttle, stop, anew=from_start)
         try:
             if not (as_json or from_start):
                 _say_how_far(store, "going on with")
             while True:
+                if not as_json:
+                    _say_what_comes(store, bytes_per_s, from_start)
                 done = scrubber.run()
-                failed = failed or bool(done.removed or done.unreadable)
+                code = code or _code(done)
                 _say(root, done, as_json)
+                told = done
                 if every is None:
                     break
                 stop.wait(every)
         except KeyboardInterrupt:
+            begun = scrubber.done
+            if begun is not None and begun is not told:
+                code = code or _code(begun)
+                _say(root, begun, as_json)
+            if begun is None or not begun.complete:
+                code = code or INTERRUPTED
             if not as_json:
                 _say_how_far(store, "the next scrub goes on with")
-    if failed:
-        raise typer.Exit(output.FAILED)
+    if code:
+        raise typer.Exit(code)
+
+
+def _code(done: Scrubbed) -> int:
+    return output.FAILED if done.removed or done.unreadable else 0
+
+
+def spell(seconds: float) -> str:
+    """A time for people."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _say_what_comes(store: Store, bytes_per_s: int, from_start: bool) -> None:
+    """How much the next pass has before it, and for how long: a rate that nobody meant shows itself."""
+    under_way = None if from_start else read_scrubs(store.config.root).under_way
+    with store.cleaning() as cleaner:
+        chunks, nbytes = cleaner.before(under_way.place if under_way else (0, 0))
+    typer.echo(
+        f"{clean(store.config.root)}: {chunks:,} chunks to read, {size(nbytes)} with their trailers: "
+        f"{spell(nbytes / bytes_per_s)} at {bytes_per_s:,} bytes a second (--rate)"
+    )
 
 
 def _say_how_far(store: Store, what: str) -> None:
@@ -101,6 +136,7 @@ def _say(root: Path, done: Scrubbed, as_json: bool) -> None:
         f"{clean(root)}: {done.chunks:,} chunks verified, {size(done.nbytes)}; damaged and removed: "
         f"{len(done.removed)}; not readable: {len(done.unreadable)}; changed meanwhile: {done.changed}"
         + (f"; the rest of a pass that was begun {moment(done.started)}" if done.went_on else "")
+        + ("" if done.complete else "; interrupted")
     )
     inspect_view.show_findings(output.screen(), [*done.removed, *done.unreadable])
 

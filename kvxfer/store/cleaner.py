@@ -23,12 +23,13 @@ from kvxfer.store.table import Table
 
 STEP = 256  # chunks that are taken out with the root's lock held once
 TEND_S = 60.0  # how often a store looks for chunks that are past their time
+LOOK_S = 1.0  # how often it looks whether somebody removed the file of a namespace that is served here
 
 Chosen = Callable[[Entry, int], bool]  # an entry, and when it was used last
 
 
 class Cleaner:
-    """Removes at a store's word (`Store.cleaning`). All calls but `is_due` are made with the root's lock."""
+    """Removes at a store's word (`Store.cleaning`). All calls but `look` and `is_due` are made with the root's lock."""
 
     def __init__(
         self,
@@ -41,7 +42,8 @@ class Cleaner:
     ) -> None:
         self._table, self._room, self._ledger, self._namespaces = table, room, ledger, namespaces
         self._root, self._ttl_s, self._counts = config.root, config.ttl_s, counts
-        self._next_tend = self._next_touch = 0.0
+        self._next_tend = self._next_touch = self._next_look = 0.0
+        self._missing = False  # a file of a namespace that is served
 
     # ---- at somebody's word ------------------------------------------------------------------------------
 
@@ -67,6 +69,12 @@ class Cleaner:
         with self._table.lock:
             places = [(entry.slab.slab_id, entry.slot) for entry in self._table.living()]
         return sum(each < place for each in places), len(places)
+
+    def before(self, place: tuple[int, int]) -> tuple[int, int]:
+        """(Entries that a pass has before it at a place, bytes of their slots)."""
+        with self._table.lock:
+            sizes = [e.slab.slot_bytes for e in self._table.living() if (e.slab.slab_id, e.slot) >= place]
+        return len(sizes), sum(sizes)
 
     def last_used(self) -> dict[bytes, int]:
         """When a chunk of a namespace was used last, by its digest; as exact as UseTimes."""
@@ -151,10 +159,18 @@ class Cleaner:
 
     # ---- by itself ---------------------------------------------------------------------------------------
 
+    def look(self) -> None:
+        """Looks now and then whether somebody removed the file of a namespace that is served here. Needs no lock."""
+        if (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + LOOK_S
+            with self._table.lock:
+                served = set(self._table.served)
+            self._missing = bool(self._namespaces.missing(served))
+
     @property
     def is_due(self) -> bool:
         """Whether `tend` would find something to do."""
-        return time.monotonic() >= self._next_tend
+        return self._missing or time.monotonic() >= self._next_tend
 
     def tend(self) -> bool:
         """Says now and then that the namespaces served here are in use, looks how scrubs get on, and takes out what is
@@ -163,6 +179,10 @@ class Cleaner:
         Returns:
             False where the index could not be told; they are misses all the same, and it is told later.
         """
+        self.look()
+        if self._missing:  # what is served is of the epoch that holds: the root's lock is held, and it was looked at
+            self._missing = False
+            self._namespaces.restore(set(self._table.served))
         if not self.is_due:
             return True
         now = time.monotonic()

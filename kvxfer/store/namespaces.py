@@ -72,11 +72,26 @@ class NamespaceFiles:
     def touch(self, in_use: set[bytes]) -> None:
         """Says that these are in use, by their files' times of change. One that was removed is written again."""
         for digest in in_use & self._texts.keys():
-            try:
-                if not _now(self._directory / digest.hex() / NAMESPACE_FILE):
-                    self.write(digest, self._texts[digest], in_use)
-            except (StoreError, IOFault) as exc:
-                reporter.warn("namespace", f"a namespace file cannot be written: {exc}", error=exc)
+            if not _now(self._directory / digest.hex() / NAMESPACE_FILE):
+                self._write(digest, self._texts[digest], in_use)
+
+    def missing(self, in_use: set[bytes]) -> list[bytes]:
+        """Those of these that somebody removed. Needs no lock."""
+        known = [digest for digest in in_use if digest in self._texts]
+        return [digest for digest in known if _is_gone(self._directory / digest.hex() / NAMESPACE_FILE)]
+
+    def restore(self, in_use: set[bytes]) -> None:
+        """Writes again what is missing, as far as nothing has to go for it: that waits for `touch`."""
+        for digest in self.missing(in_use):
+            text = self._texts[digest]
+            if self._fits([(0, _cost(len(text)), digest), *self._known()]):
+                self._write(digest, text, in_use)
+
+    def _write(self, digest: bytes, text: bytes, in_use: set[bytes]) -> None:
+        try:
+            self.write(digest, text, in_use)
+        except (StoreError, IOFault) as exc:
+            reporter.warn("namespace", f"a namespace file cannot be written: {exc}", error=exc)
 
     def remove(self, digest: bytes) -> bool:
         """Removes one that lies in the root itself; whether it has gone. Someone else's files beside it stay."""
@@ -137,6 +152,17 @@ class NamespaceFiles:
             reporter.warn("namespace", f"an old namespace directory cannot be removed: {exc}", error=exc)
             return False
         return True
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether it is certainly not there."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _now(path: Path) -> bool:

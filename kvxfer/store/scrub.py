@@ -117,6 +117,7 @@ class Scrubber:
         self._clock, self._anew = clock, anew
         self._pass = scrub_pass.Pass(0, 0)
         self._next_note = 0.0
+        self.done: Scrubbed | None = None  # of the latest pass, for whoever interrupts it
 
     def run(self) -> Scrubbed:
         """Looks at everything that is there, in the order in which it lies on the disk, slab by slab; where a pass is
@@ -126,7 +127,7 @@ class Scrubber:
             StoreError, IOFault: the store is closed, or its root cannot be locked.
         """
         self._begin()
-        done = Scrubbed(started=self._pass.started, went_on=self._pass.place > (0, 0))
+        done = self.done = Scrubbed(started=self._pass.started, went_on=self._pass.place > (0, 0))
         try:
             done.complete = all(self._look_into(slab, done) for slab in self._slabs()) and self._end()
         finally:
@@ -245,9 +246,12 @@ class Scrubber:
             done.unreadable.append(finding)
             if store is not None:
                 store.counts.unreadable_chunks += 1
-        elif store is not None and store.invalidate(entry, what):
-            done.removed.append(finding)
-            store.maintain()
+        elif store is not None:
+            done.removed.append(finding)  # first: an interrupt may come at any time
+            if store.invalidate(entry, what):
+                store.maintain()
+            else:
+                done.removed.pop()
         reporter.warn("scrub", f"{entry.slab.name} slot {entry.slot} fails: {what}: {detail}")
 
     def _is_there(self, entry: Entry) -> bool:

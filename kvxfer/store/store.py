@@ -376,6 +376,7 @@ class Store:
     def has_work(self) -> bool:
         """Whether `maintain` would find something to do. Touches no lock that another process can hold."""
         self.root.look()  # whoever holds which lock, and for however long
+        self._cleaner.look()
         if not self._change.acquire(blocking=False):
             return False  # whoever has it looks for itself
         try:
