@@ -345,9 +345,9 @@ def test_what_went_wrong_has_a_name_and_a_defect_is_raised() -> None:
 
 
 def test_lanes_leave_no_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # of which some, other tests' own, may end meanwhile
     assert empty_calls(2, 2, lambda op, file, offset, slot, nbytes: 0) > 1000
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_percentiles_of_few_are_none() -> None:
