@@ -60,7 +60,7 @@ class LoadReader:
             for native in job.native_ids:
                 if (flight := self._flights.pop(native, None)) is not None:
                     self._intake.settle(LOAD, flight.permit, None)
-            self._unpin(entries)
+            self._store.unpin(entries)
             job.fail_rest(Status.CANCELLED)
             self._finished(job)
 
@@ -75,7 +75,7 @@ class LoadReader:
         for i in index[permit.chunks :]:
             job.fail(i, Status.BREAKER)
         if not permit.chunks:
-            self._unpin(found)
+            self._store.unpin(found)
             self._finished(job)
             return
         index = index[: permit.chunks]
@@ -102,10 +102,6 @@ class LoadReader:
                     self._store.invalidate(entries[error.chunk], error.status.name.lower())
             job.take(outcome, flight.index, [entry.slab.name for entry in entries] if outcome.errors else ())
         finally:
-            self._unpin(entries)
+            self._store.unpin(entries)
             job.fail_rest(Status.CANCELLED)
             self._finished(job)
-
-    def _unpin(self, entries: Sequence[Entry | None]) -> None:
-        with engine_reporter.no_further("unpin", "pins could not be given back"):
-            self._store.unpin(entries)

@@ -150,8 +150,7 @@ class StoreWriter:
         return self._store.contains(self.digest, key)
 
     def _end(self, job: PendingJob) -> None:
-        with engine_reporter.no_further("unpin", "pins could not be given back"):
-            self._store.unpin(self._held.pop(job, ()))
+        self._store.unpin(self._held.pop(job, ()))
         self._finished(job)
 
     def settle(self) -> None:
@@ -161,7 +160,7 @@ class StoreWriter:
             self._land(self._flights.pop(outcome.job_id), outcome)
         back = self._late & self._lost.keys()  # the rest are of jobs that still have chunks under way
         self._late -= back
-        self._release([self._lost.pop(which) for which in back])
+        self._store.release([self._lost.pop(which) for which in back])
 
     def _submit(self, job: PendingJob, todo: list[int], masks: list[int]) -> Status | None:
         """Hands a batch to the runner; why not its last chunk, if not that."""
@@ -173,13 +172,13 @@ class StoreWriter:
             if todo and not job.cancelled:
                 slots = self._store.reserve(self.digest, self._slot, len(todo), job.access)
             if job.cancelled:  # before, or while a slab was made
-                self._release(slots)
+                self._store.release(slots)
                 slots, status = [], Status.CANCELLED
             if slots:
                 self._fly(_Flight(job, todo[: len(slots)], slots, masks, self.digest, permit))
         except Exception as exc:  # a runner that was shut down, no memory: slots and waiting keys must not stay behind
             engine_reporter.failed("store", f"a store of {len(todo)} chunks could not be started", exc)
-            self._release(slots)
+            self._store.release(slots)
             slots, status = [], Status.INDEX
         if not slots:
             self._intake.settle(STORE, permit, None)
@@ -239,7 +238,7 @@ class StoreWriter:
                 status = Status.INDEX
                 job.withdraw(i, status)
             answers[job.keys[i]] = status
-        self._release(unused)
+        self._store.release(unused)
         self._resolve(job, answers)
 
     def _resolve(self, job: PendingJob, answers: dict[bytes, Status]) -> None:
@@ -255,7 +254,3 @@ class StoreWriter:
         for each in asked:
             if each.unanswered <= 0:
                 self._end(each)
-
-    def _release(self, slots: Sequence[Reservation]) -> None:
-        with engine_reporter.no_further("release", f"{len(slots)} slots could not be given back"):
-            self._store.release(slots)

@@ -238,7 +238,8 @@ class Store:
     def unpin(self, entries: Iterable[Entry | None]) -> None:
         """Gives pins back. No use: that was the pin."""
         self._check(closed_ok=True)
-        self._table.unpin(entries)
+        with reporter.no_further("unpin", "pins could not be given back"):
+            self._table.unpin(entries)
 
     def touch(self, digest: bytes, keys: Iterable[bytes], access: Access | None = None) -> None:
         """Counts as a use of those that are stored, without loading them. `access`: as for `pin`."""
@@ -342,7 +343,8 @@ class Store:
     def release(self, reservations: Iterable[Reservation]) -> None:
         """Gives slots back unwritten, or those in quarantine whose write has returned."""
         self._check(closed_ok=True)
-        self._table.release(reservations)
+        with reporter.no_further("release", "slots could not be given back"):
+            self._table.release(reservations)
         self._give_seat_back()
 
     def quarantine(self, reservation: Reservation) -> None:
