@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvxfer.jobs import Status
 from kvxfer.metrics import Kind, Series, Tally, Values, add_up, expose
-from kvxfer.observe import COUNTED, ENGINE_SERIES, SERIES, STORE_SERIES, add_up_stores
+from kvxfer.observe import COUNTED, ENGINE_SERIES, SERIES, STORE_SERIES, Metrics, add_up_stores, together
 from kvxfer.store.stats import EVICTION_REASONS, INVALIDATION_REASONS
 
 TABLE = (
@@ -110,6 +110,7 @@ def test_of_what_has_no_sum_the_least_counts() -> None:
     ]
     assert add_up_stores(parts) == {name: 1_700_000_000, ("kvxfer_slabs", ()): 5}
     assert add_up_stores([*parts, {name: 0}])[name] == 0
+    assert together([Metrics({}, part, number) for number, part in enumerate(parts)], 9).store == add_up_stores(parts)
 
 
 def test_a_value_that_is_missing_is_not_passed_over() -> None:

@@ -52,6 +52,10 @@ class Face:
         """Begin a store; what waits for its end."""
         raise NotImplementedError
 
+    def touch(self, keys: list[bytes], access: Access) -> None:
+        """A request uses these, in its order."""
+        raise NotImplementedError
+
     def metrics(self) -> Metrics:
         raise NotImplementedError
 
@@ -102,6 +106,9 @@ class OneEngine(Face):
         self.node.writer.submit_store(job, keys, blocks, access=access)
         return lambda: self.node.writer.wait([job], 20)[job]
 
+    def touch(self, keys: list[bytes], access: Access) -> None:
+        self.node.writer.touch(keys, access)
+
     def queue(self, chunks: int) -> None:
         for engine in self.engines:
             engine._queued_chunks[STORE] += chunks
@@ -131,6 +138,9 @@ class SeveralEngines(OneEngine):
         self.spread.submit_store(job, keys, blocks, access=access)
         return lambda: self.results(job)
 
+    def touch(self, keys: list[bytes], access: Access) -> None:
+        self.spread.touch(keys, access)
+
     def results(self, *jobs: int) -> list[TransferResult]:
         """Of these jobs, once they have ended."""
 
@@ -156,13 +166,20 @@ class Ranks(Face):
         self.metrics = self.coordinator.metrics  # type: ignore[method-assign]
 
     def begin(self, keys: list[bytes], blocks: list[int], access: Access) -> Callable[[], object]:
-        owner = str(id(access))
-        self.coordinator.begin(owner, access)
-        self.accesses.append(access)  # so that no other has its id
+        owner = self._owner(access)
         chosen, ticket = self.coordinator.store(keys, owner)
         if ticket is not None:
             self.server.group.submit(ticket, [blocks[keys.index(key)] for key in chosen])
         return self.server.settle
+
+    def touch(self, keys: list[bytes], access: Access) -> None:
+        self.coordinator.touch(keys, self._owner(access))
+
+    def _owner(self, access: Access) -> str:
+        """Has begun with it."""
+        self.accesses.append(access)  # so that no other has its id
+        self.coordinator.begin(str(id(access)), access)
+        return str(id(access))
 
     def queue(self, chunks: int) -> None:
         for each in self.coordinators:

@@ -139,6 +139,18 @@ def test_what_another_request_had_under_way_and_lost_is_a_gap_of_both(
     assert face.put(range(4), other) == {"stored": 4}
 
 
+def test_what_was_touched_before_has_its_place(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that comes before a gap is not behind it, though it is offered later: the request's uses say so."""
+    one = Access()
+    assert face.put(range(8)) == {"stored": 8}
+    face.touch([key_of(n) for n in range(8)], one)
+    for number in (3, 6):
+        face.drop(number)
+    with trouble(face, "io", monkeypatch):
+        assert face.put([6], one) == {"io": 1}
+    assert face.put([3], one) == {"stored": 1}
+
+
 def test_groups_have_gaps_of_their_own(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Access()
     with trouble(face, "dropped", monkeypatch):

@@ -21,6 +21,7 @@ from kvxfer.errors import ForkError, LayoutError
 from kvxfer.jobs import JobRunner, Status
 from kvxfer.layout import kvx1_slot
 from kvxfer.ranks import Ended
+from kvxfer.slabs import SlabFiles
 from kvxfer.store.slab import SlabFile
 from kvxfer.testing import FaultyIO
 from kvxfer.tickets import NOWHERE, Failure, Report, Settled, SpreadTicket, Ticket
@@ -175,6 +176,27 @@ def test_files_stay_open_until_their_job_has_ended(tmp_root: Path, monkeypatch: 
         io.release()
         assert server.wait(ticket) == [Status.OK] and server.get([1]) == [Status.OK]
         until(lambda: mine in closed, "and this too, then")
+    assert not files._open and not files._old
+
+
+@one_root
+def test_what_was_kept_open_for_a_job_is_closed_at_the_end(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[SlabFile] = []
+    close = SlabFile.close
+    with Server(tmp_root, 1) as server:
+        server.put([0])
+        (entry,) = server.store.pin(server.coordinator.digest, keys_of([0]))
+        assert entry is not None
+        files = SlabFiles(tmp_root)
+        old = files.get(entry.slab.slab_id, entry.slab.layout, direct=False)
+        monkeypatch.setattr(SlabFile, "is_named", lambda slab: False)
+        new = files.get(entry.slab.slab_id, entry.slab.layout, direct=False)
+        server.store.unpin([entry])
+        monkeypatch.setattr(SlabFile, "close", lambda slab: (closed.append(slab), close(slab)))
+        files.trim({old})
+        assert closed == []
+        files.close()
+        assert closed == [old, new]
 
 
 def test_a_listener_that_raises_does_not_end_the_publishing(tmp_root: Path) -> None:

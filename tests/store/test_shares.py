@@ -258,6 +258,20 @@ def test_what_is_protected_hides_nothing_that_may_go(root: Path, policy: str) ->
             assert store.lookup_prefix(a, names) == 60
 
 
+def test_what_is_protected_is_passed_over_once(root: Path) -> None:
+    """It counts as used: the next search does not begin with it again."""
+    with Store.open(rig.config(root, policy="lru"), writers=2, housekeeping=False) as store:
+        a, b = store.register(rig.namespace(), rig.ROW), store.register(rig.namespace(model="b"), rig.ROW)
+        assert put(store, a, 0, 60) == 60
+        set_quota(root, a, "--at-least", 60 * SLOT)
+        assert put(store, b, 1000, FULL, 5) == FULL
+        (entry,) = store.pin(b, [rig.key(1000 + FULL - 1)])
+        assert entry is not None
+        store.unpin([entry])
+        first = entry.slab.policy.first()
+        assert first is not None and first.digest == b
+
+
 def test_a_quota_that_the_index_does_not_hear_of_costs_no_order(opened: Opened, root: Path) -> None:
     store = opened()
     a = store.register(rig.namespace(), rig.ROW)
